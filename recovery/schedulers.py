@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 from diagnosis.signals import clean_line
 from recovery.cordon import Drained, is_drain_of
-from recovery.scheduling import PREFIX, Answer, JobThere, OrderOutcome, Scheduler, slurm_job
+from recovery.scheduling import PREFIX, Answer, JobThere, RequestOutcome, Scheduler, slurm_job
 
 _IN_SERVICE: Final = frozenset({"idle", "allocated", "mixed", "completing", "reserved", "planned"})
 _OUT: Final = "*$%"
@@ -115,7 +115,7 @@ _AGAIN: Final = re.compile(r" JobState=(?:COMPLETING|PENDING|REQUEUED|RUNNING) .
 _SLURMD_TIMEOUT: Final = re.compile(r"^SlurmdTimeout\s*=\s*(\d+)", re.M)
 _JOB: Final = re.compile(r"[0-9]{1,12}([_+][0-9]{1,9})?")
 
-_WORDS: Final[tuple[tuple[OrderOutcome, re.Pattern[str]], ...]] = (
+_WORDS: Final[tuple[tuple[RequestOutcome, re.Pattern[str]], ...]] = (
     ("already", re.compile(r"job is pending execution", re.I)),
     ("unsupported", re.compile(r"presently disabled|not supported", re.I)),
     ("denied", re.compile(r"invalid user id|permission denied|not (?:allowed|authorized)", re.I)),
@@ -495,7 +495,7 @@ def _answer(done: _Done, well: str) -> Answer:
         return Answer(outcome="unavailable", text=done.words)
     if done.code == 127:
         return Answer(outcome="unsupported", text=done.words)
-    outcome: OrderOutcome = next((meant for meant, words in _WORDS if words.search(done.words)), "failed")
+    outcome: RequestOutcome = next((meant for meant, words in _WORDS if words.search(done.words)), "failed")
     return Answer(outcome=outcome, text=done.words or f"it ended with code {done.code}")
 
 

@@ -15,14 +15,14 @@ PREFIX = "unbroken:"
 """Every reason that we write begins with it; one that does not is somebody else's, and is left alone."""
 
 
-OrderOutcome = Literal["done", "already", "foreign", "denied", "unavailable", "unsupported", "failed"]
+RequestOutcome = Literal["done", "already", "foreign", "denied", "unavailable", "unsupported", "failed"]
 """What became of an order to the scheduler. `already`: it was so; `foreign`: somebody else's reason stands and is left
 alone; `denied`: we lack the rights; `unavailable`: no answer in time, worth another try; `unsupported`: this scheduler
 cannot do it."""
 
 
 class Answer(Frozen, frozen=True, kw_only=True):
-    outcome: OrderOutcome
+    outcome: RequestOutcome
     text: str = ""
     """In words, for the operator."""
 

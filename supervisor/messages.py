@@ -15,7 +15,7 @@ from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankSample
 from recovery.checkpoint import Checkpoint, Preparation, Resume
 from recovery.policy import Mode
-from recovery.scheduling import OrderOutcome
+from recovery.scheduling import RequestOutcome
 from supervisor.node_diff import Difference
 
 PROTOCOL = 3
@@ -185,7 +185,7 @@ class Hello(Frozen, frozen=True, kw_only=True, tag="hello"):
     address: str
     """Address under which other nodes reach this one."""
     spec: JobSpec
-    order: int | None = None
+    index: int | None = msgspec.field(default=None, name="order")
     """Preferred position among the nodes (Slurm's node id, `--node-rank`)."""
     spare: bool = False
     scheduler_node: str = ""
@@ -320,7 +320,7 @@ class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
     node: str
     host: str
     address: str
-    order: int | None = None
+    index: int | None = msgspec.field(default=None, name="order")
     spare: bool = False
     scheduler_node: str = ""
     """As in `Hello`."""
@@ -618,10 +618,10 @@ class JournalDamaged(Event, frozen=True, kw_only=True, tag="journal_damaged"):
 
 
 class SchedulerAnswered(Event, frozen=True, kw_only=True, tag="scheduler_answered"):
-    """What became of a `SchedulerOrder`; `unavailable` ones are tried again."""
+    """What became of a `SchedulerRequest`; `unavailable` ones are tried again."""
 
     number: int
-    outcome: OrderOutcome
+    outcome: RequestOutcome
     text: str = ""
 
 
@@ -719,7 +719,7 @@ class Note(Frozen, frozen=True, kw_only=True, tag="note"):
     """An operator's command names a node that the job has never had: one that is yet to come, or a typing error."""
 
 
-class SchedulerOrder(Frozen, frozen=True, kw_only=True, tag="scheduler_order"):
+class SchedulerRequest(Frozen, frozen=True, kw_only=True, tag="scheduler_order"):
     """Ask the scheduler. Answered by `SchedulerAnswered` with this number; given again after a restart until then."""
 
     number: int
@@ -754,7 +754,7 @@ class End(Frozen, frozen=True, kw_only=True, tag="end"):
     outcome: Outcome
 
 
-Action = Assign | SetTimer | Note | SchedulerOrder | SchedulerComment | OpinionWanted | End
+Action = Assign | SetTimer | Note | SchedulerRequest | SchedulerComment | OpinionWanted | End
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
 decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockReply).decode

@@ -164,7 +164,7 @@ class Link:
             host=socket.gethostname(),
             address="",
             spec=plan.spec,
-            order=plan.index,
+            index=plan.index,
             spare=plan.spare,
             scheduler_node=plan.scheduler_node,
             version=version,

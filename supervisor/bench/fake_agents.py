@@ -313,7 +313,7 @@ class FakeAgent(asyncio.Protocol):
             host=self.name,
             address=self.address,
             spec=self.fleet.spec,
-            order=self.index,
+            index=self.index,
             spare=self.spare,
             scheduler_node=self.name,
             run=f"run-{self.index}",

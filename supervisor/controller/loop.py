@@ -56,7 +56,7 @@ from supervisor.messages import (
     OpinionWanted,
     Outcome,
     SchedulerComment,
-    SchedulerOrder,
+    SchedulerRequest,
     SetTimer,
     TimerFired,
     WorkersStarted,
@@ -284,7 +284,7 @@ class ControlLoop:
         self._stop = asyncio.Event()
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
-        self.outside: Callable[[SchedulerOrder | SchedulerComment | OpinionWanted], None] = lambda _: None
+        self.outside: Callable[[SchedulerRequest | SchedulerComment | OpinionWanted], None] = lambda _: None
         """Takes what others do for us (`supervisor.controller.executor`); their answers are posted as events."""
         self._fence = FenceWriter(journal.job_dir, journal.epoch)
         self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
@@ -353,7 +353,7 @@ class ControlLoop:
                 node=hello.node,
                 host=hello.host,
                 address=hello.address,
-                order=hello.order,
+                index=hello.index,
                 spare=hello.spare,
                 scheduler_node=hello.scheduler_node,
             )
@@ -663,7 +663,7 @@ class ControlLoop:
                 self._timers.arm(action.timer)
             elif isinstance(action, Note):
                 log.info("%s", text_of(action), extra={"repeat_kind": action.kind})
-            elif isinstance(action, (SchedulerOrder, SchedulerComment, OpinionWanted)):
+            elif isinstance(action, (SchedulerRequest, SchedulerComment, OpinionWanted)):
                 self.outside(action)
             else:
                 assert isinstance(action, End)

@@ -54,7 +54,7 @@ from supervisor.messages import (
     Round,
     SchedulerAnswered,
     SchedulerComment,
-    SchedulerOrder,
+    SchedulerRequest,
     SilenceSeen,
     SpaceSeen,
     StopRequested,
@@ -437,7 +437,7 @@ def _without_words(action: Action) -> Action:
                 given, round=None, notices=notices, outcome=outcome, drain_request="x" if given.drain_request else ""
             )
             return Assign(assignment=bare)
-        case SchedulerOrder():
+        case SchedulerRequest():
             return replace(action, reason="")
         case SchedulerComment():
             return replace(action, text="")
@@ -506,7 +506,7 @@ def dry_run(where: Path, command: OperatorCommand) -> dict[str, Any]:
         "scheduler": [
             {"kind": one.kind, "node": one.node, "reason": one.reason, "exclude": list(one.exclude)}
             for one in actions
-            if isinstance(one, SchedulerOrder)
+            if isinstance(one, SchedulerRequest)
         ],
     }
 
@@ -531,7 +531,7 @@ def _consequences(
     if job.waiting and job.waiting != waiting:
         told.append(f"the job would wait for: {job.waiting}")
     for action in actions:
-        if isinstance(action, SchedulerOrder):
+        if isinstance(action, SchedulerRequest):
             about = action.node or (
                 f"start the job again without {_names(action.exclude)}" if action.kind == "requeue" else "the job"
             )

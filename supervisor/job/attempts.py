@@ -353,7 +353,7 @@ class Attempts:
         self.last_with_steps: Attempt | None = None
         """The newest attempt before this one that made steps."""
         self.restarts = 0
-        self.ordered = False
+        self.by_operator = False
         """An operator asked for the next attempt: a pause does not keep it back."""
         self.would_begin_again = False
         """An operator has let the script begin from nothing."""
@@ -505,7 +505,7 @@ class Attempts:
         now = self._core.now
         yield w.AttemptBegins(attempt.number)
         yield w.Enter("STARTING")
-        self.ordered = False
+        self.by_operator = False
         self.started_at = now if self.started_at is None else self.started_at
         yield w.Timer("form", now + FORM_LIMIT_S)
         yield w.ReassignAll()
@@ -788,12 +788,12 @@ class Attempts:
 
     # ----- what happens to the job -----
 
-    def order_next(self) -> None:
+    def start_by_operator(self) -> None:
         """An operator asks for the next attempt."""
-        self.ordered = True
+        self.by_operator = True
 
     def pause(self) -> None:
-        self.ordered = False
+        self.by_operator = False
 
     def count_restart(self) -> None:
         self.restarts += 1

@@ -213,9 +213,9 @@ class Job:
             "silence": self.hangs.silence_due,  # no progress for so long that it is told again, or acted on
             "device": self.degraded.device_due,  # device failures of one moment become one incident
             "degraded": self.degraded.degraded_due,  # no device has failed for so long that the attempt is healthy
-            "orders": self.scheduler.orders_due,  # a scheduler request is due
+            "orders": self.scheduler.requests_due,  # a scheduler request is due
             "requeue": self._requeue_due,  # no lost node came back: the scheduler is asked to start the job again
-            "last_orders": self.scheduler.last_orders_due,  # the end of the job waits for no scheduler any more
+            "last_orders": self.scheduler.last_requests_due,  # the end of the job waits for no scheduler any more
             "step_end": self.scheduler.step_end_due,  # the scheduler is asked to end the step
             "end": self._end_due,  # the end of the job waits for no node any more
         }
@@ -642,7 +642,7 @@ class Job:
 
     def _must_wait(self) -> bool:
         """Whether somebody else has to answer first."""
-        no_room = self.space.wanted is not None and not self.attempts.ordered
+        no_room = self.space.wanted is not None and not self.attempts.by_operator
         return self.scheduler.is_requeuing or self.incidents.approval_wanted or no_room
 
     def _proceed(self, want: w.Proceed) -> Wants | None:
@@ -651,8 +651,8 @@ class Job:
         if core.state not in ("IDLE", "RECOVERING") or core.defined_at is None or core.is_over:
             return None
         if want.by_operator:
-            self.attempts.order_next()
-        kept_back = core.paused and not self.attempts.ordered
+            self.attempts.start_by_operator()
+        kept_back = core.paused and not self.attempts.by_operator
         if kept_back or self.incidents.held or "backoff" in core.timers or self._must_wait():
             return None
         return self.attempts.start_next()

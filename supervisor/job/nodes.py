@@ -147,13 +147,13 @@ class Nodes:
         node = self._nodes.get(event.node)
         before = None if node is None else self._place_in_choice(node)
         if node is None:
-            node = Node(event.node, event.host, event.address, event.order, event.spare, joined=len(self._nodes))
+            node = Node(event.node, event.host, event.address, event.index, event.spare, joined=len(self._nodes))
             self._nodes[event.node] = node
         elif not node.present:
             node.findings_seen = 0
         if event.host:
             node.host, node.address = event.host, event.address
-            node.index, node.spare = event.order, event.spare
+            node.index, node.spare = event.index, event.spare
             node.scheduler_name = event.scheduler_node or node.name
         node.present, node.why, node.front_ended, node.quiet_since = True, "", False, None
         if not node.done:

@@ -71,7 +71,7 @@ class Operator:
 
     def _waiting_to_start(self) -> str:
         core, scheduler = self._core, self._scheduler
-        if core.paused and not self._attempts.ordered:
+        if core.paused and not self._attempts.by_operator:
             return "`unbroken resume`"
         if scheduler.wants_requeue:
             return f"{core.spec.scheduler}, to start the job again"

@@ -15,14 +15,14 @@ import msgspec
 
 from diagnosis.signals import clean_line
 from recovery.cordon import Cordon, drain_reason, may_be_asked
-from recovery.scheduling import PREFIX, OrderOutcome
+from recovery.scheduling import PREFIX, RequestOutcome
 from supervisor import messages as m
 from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts
 from supervisor.job.core import Core
 from supervisor.job.nodes import Nodes
 from supervisor.job.wants import Wants
-from supervisor.messages import SchedulerOrder
+from supervisor.messages import SchedulerRequest
 from supervisor.notes import note
 
 REQUEUE_WAIT_S = 30.0
@@ -55,7 +55,7 @@ UNANSWERED_S = 120.0
 class PendingRequest:
     """One request that is not finished. Times are Unix seconds."""
 
-    request: SchedulerOrder
+    request: SchedulerRequest
     name: str
     """The job's own name for the node."""
     by_policy: bool
@@ -88,7 +88,9 @@ class RequestQueue:
         """A new request; it replaces requests about the same node that have not been sent."""
         self._pending = [one for one in self._pending if one.request.node != node or one.under_way]
         self._number += 1
-        request = SchedulerOrder(number=self._number, kind=kind, node=node, reason=reason, exclude=exclude, avoid=avoid)
+        request = SchedulerRequest(
+            number=self._number, kind=kind, node=node, reason=reason, exclude=exclude, avoid=avoid
+        )
         pending = PendingRequest(request, name, by_policy, incident)
         self._pending.append(pending)
         return pending
@@ -136,10 +138,10 @@ class RequestQueue:
         """The job was started again: the answer does not matter any more."""
         self._pending = [one for one in self._pending if one.request.kind not in ("requeue", "look")]
 
-    def take(self, now: float, allowed: Callable[[PendingRequest], bool]) -> list[SchedulerOrder]:
+    def take(self, now: float, allowed: Callable[[PendingRequest], bool]) -> list[SchedulerRequest]:
         """The requests to be sent now."""
         self._pending = [one for one in self._pending if one.due > now or not self._is_overtaken(one)]
-        taken: list[SchedulerOrder] = []
+        taken: list[SchedulerRequest] = []
         busy: set[str] = set()
         for pending in self._pending:
             if pending.request.node not in busy and pending.due <= now and allowed(pending):
@@ -167,7 +169,7 @@ class RequestQueue:
         return any(other.request.node == node and other.request.number > number for other in self._pending)
 
     def answered(
-        self, number: int, outcome: OrderOutcome, now: float, longest_s: float = LONGEST_PAUSE_S
+        self, number: int, outcome: RequestOutcome, now: float, longest_s: float = LONGEST_PAUSE_S
     ) -> tuple[PendingRequest, bool] | None:
         """The request that was answered, and whether it is finished; None: there is none. `longest_s`: of a pause."""
         pending = next((one for one in self._pending if one.request.number == number), None)
@@ -289,7 +291,7 @@ class SchedulerRequests:
             return False
         return not core.is_over or kind != "requeue"
 
-    def orders_due(self) -> None:
+    def requests_due(self) -> None:
         """`settle` sends what is due."""
 
     def give_again(self) -> None:
@@ -347,7 +349,7 @@ class SchedulerRequests:
         self._queue.add("end_step", avoid=silent, by_policy=False)
         yield w.Leave()
 
-    def last_orders_due(self) -> Wants:
+    def last_requests_due(self) -> Wants:
         yield from self._give_up()
         yield w.Leave()
 
@@ -592,7 +594,7 @@ class SchedulerRequests:
         self._end_step_for = None
 
 
-def _why(outcome: OrderOutcome) -> str:
+def _why(outcome: RequestOutcome) -> str:
     return {
         "foreign": "somebody else's reason stands",
         "denied": "we lack the rights",

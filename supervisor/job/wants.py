@@ -22,7 +22,7 @@ from supervisor.messages import (
     OperatorCommand,
     Outcome,
     SchedulerComment,
-    SchedulerOrder,
+    SchedulerRequest,
     WorkersStarted,
 )
 from supervisor.view import JobStateName
@@ -73,7 +73,7 @@ def cancel(*names: TimerName) -> Cancel:
 class Send(Want, frozen=True):
     """Have the scheduler told."""
 
-    action: SchedulerOrder | SchedulerComment
+    action: SchedulerRequest | SchedulerComment
 
 
 class Reassign(Want, frozen=True):

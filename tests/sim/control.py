@@ -35,7 +35,7 @@ class Control(Ground):
                 self.check_assignment(action.assignment)
                 self.sent[action.assignment.node] = action.assignment
                 self.deliver(action.assignment)
-            elif isinstance(action, m.SchedulerOrder):
+            elif isinstance(action, m.SchedulerRequest):
                 self.take_order(action)
             elif isinstance(action, m.End):
                 if action.outcome.state == "requeued":
@@ -57,7 +57,7 @@ class Control(Ground):
         if not node.cut:
             self.send(node.accept, assignment)
 
-    def take_order(self, order: m.SchedulerOrder) -> None:
+    def take_order(self, order: m.SchedulerRequest) -> None:
         job = self.job
         self.orders_told.append(order)
         assert self.spec.scheduler != "local"

@@ -52,8 +52,8 @@ class Ground:
         self.lives = 0
         self.queued = False
         """It waits in the scheduler's queue."""
-        self.orders: dict[int, m.SchedulerOrder] = {}
-        self.orders_told: list[m.SchedulerOrder] = []
+        self.orders: dict[int, m.SchedulerRequest] = {}
+        self.orders_told: list[m.SchedulerRequest] = []
         self.vouched: dict[str, float] = {}
         self.operators: dict[str, bool] = {}
         """Node -> whether the operator's last word on it was `cordon`."""
@@ -204,9 +204,9 @@ class Ground:
 
     def check_replay(self) -> None:
         again = self.new_job()
-        orders: list[m.SchedulerOrder] = []
+        orders: list[m.SchedulerRequest] = []
         for event in self.journal:
-            orders += [action for action in again.handle(event) if isinstance(action, m.SchedulerOrder)]
+            orders += [action for action in again.handle(event) if isinstance(action, m.SchedulerRequest)]
         assert orders == self.orders_told, "the replay gave other orders"
         assert again.view() == self.job.view(), "the replay came to another state"
         assert again.timers == self.job.timers

@@ -257,7 +257,7 @@ class FakeNode:
                 node=self.name,
                 host=self.name,
                 address=self.name,
-                order=self.order,
+                index=self.order,
                 spare=self.spare,
                 scheduler_node=f"slurm-{self.name}",
             )

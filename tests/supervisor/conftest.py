@@ -145,9 +145,9 @@ class JobDriver:
         return any(isinstance(action, m.End) for action in self.actions)
 
     @property
-    def orders(self) -> list[m.SchedulerOrder]:
+    def orders(self) -> list[m.SchedulerRequest]:
         """What the scheduler was asked by the newest event."""
-        return [action for action in self.actions if isinstance(action, m.SchedulerOrder)]
+        return [action for action in self.actions if isinstance(action, m.SchedulerRequest)]
 
     @property
     def loud(self) -> list[str]:

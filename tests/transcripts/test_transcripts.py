@@ -91,7 +91,7 @@ class Script:
                 orders.setdefault(_in_words(action.assignment), []).append(action.assignment.node)
         self.text += [f"  {self.clock()} {', '.join(nodes)}: {order}" for order, nodes in orders.items()]
         for order in actions:
-            if isinstance(order, m.SchedulerOrder):
+            if isinstance(order, m.SchedulerRequest):
                 what = " ".join(filter(None, (order.kind, order.node, order.reason, " ".join(order.exclude))))
                 what += f", rather not {' '.join(order.avoid)}" if order.avoid else ""
                 self.text.append(f"  {self.clock()} to the scheduler, {order.number}: {what}")

@@ -9,7 +9,7 @@ from recovery.schedulers import Local
 from recovery.scheduling import Answer, Scheduler
 from supervisor.controller import executor as module
 from supervisor.controller.executor import Executor
-from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerOrder
+from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerRequest
 
 
 class Told(Local):
@@ -41,7 +41,7 @@ class Told(Local):
 
 
 def run(
-    orders: list[SchedulerOrder], scheduler: Scheduler | None, schedulers: Mapping[str, Scheduler] | None = None
+    orders: list[SchedulerRequest], scheduler: Scheduler | None, schedulers: Mapping[str, Scheduler] | None = None
 ) -> list[SchedulerAnswered]:
     """The answers to `orders`, in the order in which they came."""
     events: list[AnyEvent] = []
@@ -63,11 +63,11 @@ def test_orders_are_carried_out_in_their_order_and_answered_by_number() -> None:
     scheduler = Told(takes_s=0.05)
     answers = run(
         [
-            SchedulerOrder(number=1, kind="drain", node="slow", reason="unbroken: why"),
-            SchedulerOrder(number=1, kind="drain", node="slow", reason="unbroken: why"),
-            SchedulerOrder(number=2, kind="undrain", node="slow"),
-            SchedulerOrder(number=3, kind="requeue", exclude=("n1",), avoid=("n2",)),
-            SchedulerOrder(number=4, kind="cancel"),
+            SchedulerRequest(number=1, kind="drain", node="slow", reason="unbroken: why"),
+            SchedulerRequest(number=1, kind="drain", node="slow", reason="unbroken: why"),
+            SchedulerRequest(number=2, kind="undrain", node="slow"),
+            SchedulerRequest(number=3, kind="requeue", exclude=("n1",), avoid=("n2",)),
+            SchedulerRequest(number=4, kind="cancel"),
         ],
         scheduler,
     )
@@ -98,7 +98,7 @@ def test_of_comments_the_newest_is_made_and_orders_do_not_wait_for_it() -> None:
         spec = JobSpec(name="j", scheduler="told", scheduler_job="77")
         errands = Executor(lambda _: None, lambda: 5.0, lambda: spec, {"told": scheduler})
         errands(SchedulerComment(text="first"))
-        errands(SchedulerOrder(number=1, kind="cancel"))
+        errands(SchedulerRequest(number=1, kind="cancel"))
         while len(scheduler.asked) < 2:
             await asyncio.sleep(0.001)
         for text in ("second", "third"):
@@ -114,17 +114,17 @@ def test_a_scheduler_that_fails_or_hangs_is_an_answer(monkeypatch: pytest.Monkey
     def bug(node: str) -> Answer:
         raise KeyError(node)
 
-    (answer,) = run([SchedulerOrder(number=1, kind="drain", node="n1")], Told(bug))
+    (answer,) = run([SchedulerRequest(number=1, kind="drain", node="n1")], Told(bug))
     assert (answer.outcome, answer.text) == ("failed", "KeyError: 'n1'")
-    monkeypatch.setattr(module, "ORDER_S", 0.05)
-    (answer,) = run([SchedulerOrder(number=1, kind="drain", node="slow")], Told(takes_s=100))
+    monkeypatch.setattr(module, "REQUEST_S", 0.05)
+    (answer,) = run([SchedulerRequest(number=1, kind="drain", node="slow")], Told(takes_s=100))
     assert (answer.outcome, answer.text) == ("unavailable", "no answer within 0.05 s")
 
 
 def test_no_scheduler_of_that_name() -> None:
-    (answer,) = run([SchedulerOrder(number=1, kind="drain", node="n1")], None, {})
+    (answer,) = run([SchedulerRequest(number=1, kind="drain", node="n1")], None, {})
     assert (answer.outcome, answer.text) == ("unsupported", "there is no scheduler 'local'")
-    (answer,) = run([SchedulerOrder(number=1, kind="drain", node="n1")], None)
+    (answer,) = run([SchedulerRequest(number=1, kind="drain", node="n1")], None)
     assert answer.outcome == "unsupported"
 
 
@@ -143,7 +143,7 @@ def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to
         spec = JobSpec(name="j", scheduler="told", scheduler_job="77", requeues=1)
         for life in (2, 1):
             errands = Executor(lambda _: None, lambda: 0.0, lambda: spec, {"told": scheduler}, life=life)
-            errands(SchedulerOrder(number=life, kind="requeue"))
+            errands(SchedulerRequest(number=life, kind="requeue"))
             for _ in range(100):
                 await asyncio.sleep(0)
 

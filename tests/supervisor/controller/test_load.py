@@ -46,7 +46,7 @@ async def load(job_dir: Path, pid: int) -> float:
 
     links = []
     for i in range(AGENTS):
-        hello = Hello(protocol=PROTOCOL, node=f"n{i}", host=f"h{i}", address="", spec=spec, order=i)
+        hello = Hello(protocol=PROTOCOL, node=f"n{i}", host=f"h{i}", address="", spec=spec, index=i)
         links.append(Link(address_reader(job_dir), token_reader(job_dir), hello))
     tasks = [asyncio.create_task(link.run(count)) for link in links]
     while sum(link.connected for link in links) < AGENTS:

@@ -13,7 +13,7 @@ from supervisor.view import utc
 def test_ranks_keep_their_order_and_nodes_may_say_theirs(make_driver: Any) -> None:
     driver = make_driver(nodes_min=3, nodes_max=3)
     for name, order in (("c", 2), ("a", 0), ("b", 1)):
-        driver.join(name, order=order)
+        driver.join(name, index=order)
     driver.up()
     assert driver.told["a"].round is not None
     assert driver.told["a"].round.nodes == ("a", "b", "c")
