@@ -106,45 +106,31 @@ class ExceptionReading(Frozen, frozen=True, kw_only=True):
     failure_class: FailureClass
     confidence: float
     is_cascade: bool = False
-    symptoms: tuple[FailureClass, ...] = ()
 
 
-def read(traceback: Traceback, matches: list[RuleMatch]) -> ExceptionReading:
-    """The meaning of a rank's last exception; `matches`: what rules read in all of its output."""
+def read(traceback: Traceback) -> ExceptionReading:
+    """The meaning of a rank's last exception."""
     if traceback.name == "KeyboardInterrupt" and traceback.causes:
         # Somebody lost patience with a run that had failed; what failed for good counts, not a look-up in vain.
         name, _, message = traceback.causes[-1].partition(": ")
         before = msgspec.structs.replace(traceback, exception=name, message=message, causes=traceback.causes[:-1])
-        reading = read(before, matches)
+        reading = read(before)
         if reading.confidence >= SURE and name.rsplit(".", 1)[-1] not in ("KeyError", "IndexError", "Empty"):
             return reading
-    symptoms = tuple(dict.fromkeys(one.failure_class for one in matches if one.rule.role in ("symptom", "cascade")))
     own = rules.default().scan_text([*traceback.causes, traceback.line])
-    if traceback.name == FATAL and all(one.rule.role == "symptom" for one in own):
+    if traceback.name == FATAL and all(one.role == "symptom" for one in own):
         own = []  # the place of a crash says more than its signal
     serious = [one for one in own if one.confidence >= 0.5]
-    causes = [one for one in serious if one.rule.role not in ("cascade", "symptom")]
+    causes = [one for one in serious if one.role not in ("cascade", "symptom")]
     if causes:
-        best = max(causes, key=lambda one: one.confidence)
-        failure_class, confidence = _in_place(best, traceback)
-        return ExceptionReading(failure_class=failure_class, confidence=confidence, symptoms=symptoms)
+        failure_class, confidence = _in_place(max(causes, key=lambda one: one.confidence), traceback)
+        return ExceptionReading(failure_class=failure_class, confidence=confidence)
     if serious:
-        best = serious[0]
-        # The exception itself is only a consequence; a cause that the rank wrote before it counts.
-        written = [
-            one
-            for one in matches
-            if one.rule.role == "cause" and one.rule.severity == "fatal" and one.confidence >= 0.8
-        ]
-        if written:
-            return ExceptionReading(failure_class=written[0].failure_class, confidence=0.7, symptoms=symptoms)
+        first = serious[0]
         return ExceptionReading(
-            failure_class=best.failure_class,
-            confidence=best.confidence,
-            is_cascade=best.rule.role == "cascade",
-            symptoms=symptoms,
+            failure_class=first.failure_class, confidence=first.confidence, is_cascade=first.role == "cascade"
         )
-    return _by_type(traceback, symptoms)
+    return _by_type(traceback)
 
 
 def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
@@ -155,16 +141,16 @@ def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
     shared = in_shared_memory and "'/" not in traceback.message.replace("'/dev/shm", "")
     if failure_class is C.DISK_FULL and (shared or _WORDS["shared_file"].search(traceback.message)):
         return C.SHM_EXHAUSTED, 0.85
-    if match.rule.id == "unpickle" and not where.in_checkpoint:
+    if match.rule == "unpickle" and not where.in_checkpoint:
         return (C.DATA_LOADING_ERROR, 0.65) if where.in_data else (failure_class, match.confidence)
     return failure_class, match.confidence
 
 
-def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> ExceptionReading:
+def _by_type(traceback: Traceback) -> ExceptionReading:
     where = _where(traceback)
     gone = _consequence(traceback, where)
     if gone is not None:
-        return ExceptionReading(failure_class=gone[0], confidence=gone[1], is_cascade=True, symptoms=symptoms)
+        return ExceptionReading(failure_class=gone[0], confidence=gone[1], is_cascade=True)
     (failure_class, confidence) = _classify(traceback.exception, traceback.message, where)
     for cause in reversed(traceback.causes):
         # What wraps it is often a plain error: the exception before says more.
@@ -181,7 +167,7 @@ def _by_type(traceback: Traceback, symptoms: tuple[FailureClass, ...]) -> Except
             )
         ):
             failure_class, confidence = before, certain - (0.0 if interrupted else 0.1)
-    return ExceptionReading(failure_class=failure_class, confidence=round(confidence, 3), symptoms=symptoms)
+    return ExceptionReading(failure_class=failure_class, confidence=round(confidence, 3))
 
 
 def _consequence(traceback: Traceback, where: Where) -> Guess | None:
@@ -482,7 +468,7 @@ def last_exception(lines: Sequence[str], among: int = 1) -> LastWords | None:
             continue
         if any(_IGNORED.search(line) for line in lines[max(0, index - FINALIZER_LINES) : index]):
             return None
-        reading = read(Traceback(exception=match[1], message=match[2]), [])
+        reading = read(Traceback(exception=match[1], message=match[2]))
         return None if reading.is_cascade else LastWords(reading.failure_class, text, index)
     return None
 

@@ -10,35 +10,12 @@ from __future__ import annotations
 from typing import Literal
 
 from diagnosis.kernel.log import KernelEvent
+from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Finding, Frozen, NodeEvidence, RankStack
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
 from diagnosis.tracebacks import Traceback
 
 LogKind = Literal["output", "kernel", "scheduler", "mixed"]
-Role = Literal["cause", "symptom", "cascade", "outcome"]
-
-
-class LineMatch(Frozen, frozen=True, kw_only=True):
-    """A rule matched a line."""
-
-    rule: str
-    role: Role
-    failure_class: FailureClass
-    confidence: float
-    severity: Literal["fatal", "error", "warning"]
-    scope: Literal["rank", "gpu", "node", "fabric", "storage", "job"]
-    text: str
-    line: int
-    """From 1, in its file."""
-    rank: int | None = None
-    node: str = ""
-    at: float | None = None
-    fields: dict[str, str] = {}
-    """What the rule extracted: device, peer, port, rank, errno, path, step, ..."""
-    count: int = 1
-    """How many lines (of this rank) match; `line` is the first."""
-    last_line: int | None = None
-    """The last of them, if there are several."""
 
 
 class LoggedTraceback(Frozen, frozen=True, kw_only=True):
@@ -102,7 +79,7 @@ class LogSummary(Frozen, frozen=True, kw_only=True):
     size_bytes: int = 0
     first_at: float | None = None
     last_at: float | None = None
-    matches: tuple[LineMatch, ...] = ()
+    matches: tuple[RuleMatch, ...] = ()
     tracebacks: tuple[LoggedTraceback, ...] = ()
     launcher: tuple[LauncherFailure, ...] = ()
     events: tuple[KernelEvent, ...] = ()

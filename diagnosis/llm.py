@@ -484,7 +484,7 @@ def rule_flaw(rule: ProposedRule) -> str:
         rules.Rules(rules.RuleFile(noise=packaged.file.noise)).with_site([made])
     except ValueError as error:
         return str(error)
-    known = {match.rule.id for match in packaged.scan(rule.line.encode()) if match.rule.severity != "warning"}
+    known = {match.rule for match in packaged.scan(rule.line.encode()) if match.severity != "warning"}
     if known:
         return f"the line is known already: {', '.join(sorted(known))}"
     if rules.is_mere_warning(rule.line.encode()):

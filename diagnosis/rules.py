@@ -8,25 +8,17 @@ says that the problem was dealt with (a retry, a skip), is never more than a war
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.kernel.causes import finding_of
-from diagnosis.kernel.log import KernelReader
+from diagnosis import tables
 from diagnosis.kernel.xid import DriverError, read_sxid, read_xid
 from diagnosis.signals import Evidence, Finding, Frozen, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import HIDDEN, Words, blind, literal, shape
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 MAX_LINE: Final = 2048
 MAX_BEFORE: Final = 300
@@ -47,7 +39,7 @@ WARNING_CONFIDENCE: Final = 0.4
 UNVERIFIED_CONFIDENCE: Final = 0.5
 """A driver's message that a rank prints has at most this confidence: any program can print such a line."""
 _OF_DRIVER: Final = re.compile(rb"NVRM: |SXid \(PCI")
-_SERIOUS: Final = ("warning", "error", "fatal")
+_SERIOUS: Final[tuple[Severity, ...]] = ("warning", "error", "fatal")
 LEVEL_BYTES: Final = 160
 _MILD: Final = re.compile(
     rb"(?<![\w.-])(?:WARNING|WARN|INFO|DEBUG|NOTICE)(?![\w-])|\b[Ww]arning: |\[(?:warn|warning|info|debug)\]"
@@ -76,6 +68,8 @@ _RAISED: Final = re.compile(rb"\s*(?:\[\w+\]:? ?)?[A-Za-z_][\w.]*(?:Error|Except
 Role = Literal["cause", "symptom", "cascade", "outcome"]
 """`cause` and `symptom` as in the taxonomy; `outcome`: how the job ended; `cascade`: what a rank says when another one
 has died (connection closed, store gone): it names a class only if no other rank failed first."""
+Severity = Literal["fatal", "error", "warning"]
+Scope = Literal["rank", "gpu", "node", "fabric", "storage", "job"]
 
 
 class Rule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
@@ -87,8 +81,8 @@ class Rule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename
     literals: tuple[str, ...]
     """One of them (in lower case) is in every line that matches."""
     role: Role = "cause"
-    scope: Literal["rank", "gpu", "node", "fabric", "storage", "job"] = "rank"
-    severity: Literal["fatal", "error", "warning"] = "fatal"
+    scope: Scope = "rank"
+    severity: Severity = "fatal"
     confidence: float = 0.8
     sources: tuple[str, ...] = ("output",)
     any_level: bool = False
@@ -120,15 +114,27 @@ class RuleFile(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RuleMatch(Frozen, frozen=True, kw_only=True):
-    """A rule matched a line. `start`: its offset in what was scanned."""
+    """A rule matched a line. `scan` does not know where the line stands: readers of logs fill in the rest."""
 
-    rule: Rule
-    """With the severity and the confidence that it has on this line."""
+    rule: str
+    role: Role
     failure_class: FailureClass
     confidence: float
+    severity: Severity
+    """These two as they are on this line."""
+    scope: Scope
     text: str
-    start: int
     fields: dict[str, str] = {}
+    """What the rule extracted: device, peer, port, rank, errno, path, step, ..."""
+    line: int = 0
+    """From 1, in its file."""
+    rank: int | None = None
+    node: str = ""
+    at: float | None = None
+    count: int = 1
+    """How many lines (of this rank) match; `line` is the first."""
+    last_line: int | None = None
+    """The last of them, if there are several."""
 
 
 class _Compiled:
@@ -190,7 +196,7 @@ class Rules:
         for source in rule.sources:
             for wanted, lines in ((True, rule.samples), (False, rule.others)):
                 for line in lines:
-                    found = any(match.rule.id == name for match in self.scan(line.encode(), source))
+                    found = any(match.rule == name for match in self.scan(line.encode(), source))
                     if found is not wanted:
                         key = "samples" if wanted else "others"
                         how = "does not match" if wanted else "matches"
@@ -220,7 +226,7 @@ class Rules:
                     if padded:
                         continue
                     break
-                yield self._matched(one.rule, match, line, start)
+                yield _matched(one.rule, match, line)
                 matches += 1
                 if matches >= MAX_MATCHES:
                     return
@@ -261,57 +267,56 @@ class Rules:
                 self._harmless |= here
         return _few(found) if len(found) > WINDOWS else sorted(found.items())
 
-    def _matched(self, rule: Rule, match: re.Match[bytes], line: bytes, start: int) -> RuleMatch:
-        fields = {
-            name: clean_text(value.decode(errors="replace"), 120)
-            for name, value in match.groupdict().items()
-            if value is not None
-        }
-        for name in [name for name in fields if name[-1].isdigit()]:  # host2: another way to say host
-            fields.setdefault(name.rstrip("0123456789"), fields[name])
-        if rule.role == "cascade" and "peer" not in fields and (peer := _PEER.search(line)) is not None:
-            fields["peer"] = (peer[1] or peer[2]).decode(errors="replace")
-        text = _said(line, match.start())
-        if HIDDEN in text:
-            whole = clean_text(line.decode(errors="replace"), MAX_LINE)
-            fields = {name: value if value in whole else HIDDEN for name, value in fields.items()}
-        if not rule.any_level and is_mere_warning(line):
-            rule = msgspec.structs.replace(
-                rule,
-                severity="error" if rule.if_mild else "warning",
-                confidence=rule.if_mild or min(rule.confidence, WARNING_CONFIDENCE),
-            )
-        failure_class, confidence = rule.failure_class, rule.confidence
-        reading = _driver_error(rule.id, line)
-        if reading is not None:
-            failure_class, confidence = reading.failure_class, reading.confidence
-            fields = {**reading.detail, **fields, "code": str(reading.code)}
-            if reading.device:
-                fields["pci"] = reading.device
-        if _OF_DRIVER.search(line) is not None:
-            rule = msgspec.structs.replace(rule, severity=min(rule.severity, "error", key=_SERIOUS.index))
-            confidence = min(confidence, UNVERIFIED_CONFIDENCE)
-        return RuleMatch(
-            rule=rule,
-            failure_class=failure_class,
-            confidence=confidence,
-            text=text,
-            start=start,
-            fields=fields,
-        )
-
     def scan_text(self, lines: Iterable[str], source: str = "output") -> list[RuleMatch]:
-        """`scan` for lines that are text already; `start` is then the offset in the joined text."""
+        """`scan` for lines that are text already."""
         return list(self.scan("\n".join(lines).encode(errors="replace"), source))
 
     def match(self, signal: Signal) -> Finding | None:
         """The strongest reading of one signal."""
-        if signal.source in ("kernel", "gpu"):
-            return _of_kernel(signal)
-        matches = list(self.scan(signal.text.encode(errors="replace"), signal.source))
-        if not matches:
+        found = self.scan(signal.text.encode(errors="replace"), signal.source)
+        best = max(found, key=lambda one: one.confidence, default=None)
+        if best is None:
             return None
-        return finding(max(matches, key=lambda one: one.confidence), signal)
+        return finding(best, signal.source, at=signal.at, node=signal.node, rank=signal.rank)
+
+
+def _matched(rule: Rule, match: re.Match[bytes], line: bytes) -> RuleMatch:
+    fields = {
+        name: clean_text(value.decode(errors="replace"), 120)
+        for name, value in match.groupdict().items()
+        if value is not None
+    }
+    for name in [name for name in fields if name[-1].isdigit()]:  # host2: another way to say host
+        fields.setdefault(name.rstrip("0123456789"), fields[name])
+    if rule.role == "cascade" and "peer" not in fields and (peer := _PEER.search(line)) is not None:
+        fields["peer"] = (peer[1] or peer[2]).decode(errors="replace")
+    text = _said(line, match.start())
+    if HIDDEN in text:
+        whole = clean_text(line.decode(errors="replace"), MAX_LINE)
+        fields = {name: value if value in whole else HIDDEN for name, value in fields.items()}
+    failure_class, confidence, severity = rule.failure_class, rule.confidence, rule.severity
+    if not rule.any_level and is_mere_warning(line):
+        severity = "error" if rule.if_mild else "warning"
+        confidence = rule.if_mild or min(confidence, WARNING_CONFIDENCE)
+    reading = _driver_error(rule.id, line)
+    if reading is not None:
+        failure_class, confidence = reading.failure_class, reading.confidence
+        fields = {**reading.detail, **fields, "code": str(reading.code)}
+        if reading.device:
+            fields["pci"] = reading.device
+    if _OF_DRIVER.search(line) is not None:
+        severity = min(severity, "error", key=_SERIOUS.index)
+        confidence = min(confidence, UNVERIFIED_CONFIDENCE)
+    return RuleMatch(
+        rule=rule.id,
+        role=rule.role,
+        failure_class=failure_class,
+        confidence=confidence,
+        severity=severity,
+        scope=rule.scope,
+        text=text,
+        fields=fields,
+    )
 
 
 def _apart(line: bytes, regex: re.Pattern[bytes]) -> tuple[bytes, re.Match[bytes] | None]:
@@ -364,22 +369,6 @@ def _driver_error(rule: str, line: bytes) -> DriverError | None:
     return read_xid(text) if rule == "xid" else read_sxid(text)
 
 
-def _of_kernel(signal: Signal) -> Finding | None:
-    reader = KernelReader()
-    events = [event for line in signal.text.split("\n") for event in reader.feed(line)] + reader.end()
-    found = [finding_of(event, signal.at, signal.source) for event in events if event.severity != "info"]
-    if not found:
-        return None
-    best = max(found, key=lambda one: one.confidence)
-    return msgspec.structs.replace(
-        best,
-        node=signal.node,
-        rank=signal.rank,
-        gpu=best.gpu or signal.gpu,
-        evidence=msgspec.structs.replace(best.evidence, node=signal.node, rank=signal.rank),
-    )
-
-
 def _lines(data: bytes) -> Iterator[tuple[int, int]]:
     start = 0
     while start < len(data):
@@ -389,21 +378,23 @@ def _lines(data: bytes) -> Iterator[tuple[int, int]]:
         start = end + 1
 
 
-def finding(match: RuleMatch, signal: Signal) -> Finding:
-    """The finding of a match in a signal."""
-    gpu = signal.gpu or match.fields.get("pci", "").lower().split(".")[0]  # without the function of the device
+def finding(
+    match: RuleMatch, source: str, *, at: float, node: str = "", rank: int | None = None, attempt: int = 0
+) -> Finding:
+    """The finding of a match in what a source said at this time."""
     return Finding(
-        rule=match.rule.id,
+        rule=match.rule,
         failure_class=match.failure_class,
         confidence=match.confidence,
-        scope=match.rule.scope,
-        severity=match.rule.severity if match.confidence >= 0.5 else "warning",
-        evidence=Evidence(text=match.text, source=signal.source, node=signal.node, rank=signal.rank, at=signal.at),
-        node=signal.node,
-        rank=signal.rank,
-        gpu=gpu,
+        scope=match.scope,
+        severity=match.severity if match.confidence >= 0.5 else "warning",
+        evidence=Evidence(text=match.text, source=source, node=node, rank=rank, at=at),
+        node=node,
+        rank=rank,
+        gpu=match.fields.get("pci", "").lower().split(".")[0],  # without the function of the device
         fields=match.fields,
-        at=signal.at,
+        at=at,
+        attempt=attempt,
     )
 
 
@@ -426,7 +417,7 @@ def _site_rule(row: Mapping[str, object], known: Mapping[str, Rule]) -> Rule:
 
 def parse(*texts: str) -> Rules:
     """Rules from TOML. Raises `msgspec.ValidationError` or `tomllib.TOMLDecodeError` with the place."""
-    files = [msgspec.convert(tomllib.loads(text), RuleFile) for text in texts]
+    files = [msgspec.convert(tables.parse(text), RuleFile) for text in texts]
     return Rules(
         RuleFile(
             gates=tuple(dict.fromkeys(gate for file in files for gate in file.gates)),
@@ -436,19 +427,19 @@ def parse(*texts: str) -> Rules:
     )
 
 
+_FOLDER: Final = tables.folder("diagnosis.output_rules")
+
+
 @functools.cache
 def packaged() -> Rules:
     """The rules that come with the package."""
-    folder = importlib.resources.files("diagnosis").joinpath("output_rules")
-    files = sorted((one for one in folder.iterdir() if one.name.endswith(".toml")), key=lambda one: one.name)
-    return parse(*(one.read_text(encoding="utf-8") for one in files))
+    return parse(*(file.read_text(encoding="utf-8") for file in sorted(_FOLDER.glob("*.toml"))))
 
 
 @functools.cache
 def healthy() -> tuple[str, ...]:
     """Lines of healthy logs: no rule may match one as an error."""
-    file = importlib.resources.files("diagnosis").joinpath("output_rules").joinpath("healthy.txt")
-    return tuple(file.read_text(encoding="utf-8").splitlines())
+    return tuple(_FOLDER.joinpath("healthy.txt").read_text(encoding="utf-8").splitlines())
 
 
 _in_use: list[Rules] = []

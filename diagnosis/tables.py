@@ -16,9 +16,14 @@ _ROOT: Final = Path(__file__).resolve().parent.parent
 """Not `importlib.resources`: that costs 1.3 MiB, and every small process of ours reads a table when it starts."""
 
 
+def folder(package: str) -> Path:
+    """Where the tables of a package are."""
+    return _ROOT.joinpath(*package.split("."))
+
+
 def load(package: str, name: str) -> dict[str, Any]:
     """The content of a TOML file of a package."""
-    return parse(_ROOT.joinpath(*package.split("."), name).read_text(encoding="utf-8"))
+    return parse(folder(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from diagnosis import rules, tracebacks
-from diagnosis.incident import LauncherFailure, LineMatch, LoggedTraceback, LogKind, LogSummary
+from diagnosis.incident import LauncherFailure, LoggedTraceback, LogKind, LogSummary
 from diagnosis.kernel import log as kernel_rules
 from diagnosis.kernel.log import KernelEvent, KernelReader, KernelRules, moment, read_stamp
 from diagnosis.kernel.xid import Tables
@@ -390,7 +390,7 @@ class LogReader:
         """Of so many of the last lines all numbers are read, before them only samples."""
         self._head: list[str] = []
         self._prefixes = Prefixes()
-        self._matches: dict[tuple[str, ...], LineMatch] = {}
+        self._matches: dict[tuple[str, ...], RuleMatch] = {}
         self._first: dict[tuple[str, ...], tuple[str, ...]] = {}
         """Rule, severity and class -> the first match of them."""
         self._of_rule: Counter[str] = Counter()
@@ -481,12 +481,11 @@ class LogReader:
             self._note_match(match, number, rank, node, origin.at)
 
     def _note_match(self, match: RuleMatch, number: int, rank: int | None, node: str, at: float | None) -> None:
-        rule = match.rule
         told = (match.fields.get(name, "") for name in _TELLING)
-        key = (rule.id, rule.severity, match.failure_class.value, str(rank), node, *told)
+        key = (match.rule, match.severity, match.failure_class.value, str(rank), node, *told)
         known = self._matches.get(key)
         room = MATCHES_OF_A_RULE if len(self._matches) < MAX_MATCHES else FIRST_OF_A_RULE
-        if known is None and self._of_rule[rule.id] >= room:
+        if known is None and self._of_rule[match.rule] >= room:
             key = self._first.get(key[:3], ())
             known = self._matches.get(key)
             if known is None:
@@ -494,22 +493,9 @@ class LogReader:
         if known is not None:
             self._matches[key] = msgspec.structs.replace(known, count=known.count + 1, last_line=number)
             return
-        self._of_rule[rule.id] += 1
+        self._of_rule[match.rule] += 1
         self._first.setdefault(key[:3], key)
-        self._matches[key] = LineMatch(
-            rule=rule.id,
-            role=rule.role,
-            failure_class=match.failure_class,
-            confidence=match.confidence,
-            severity=rule.severity,
-            scope=rule.scope,
-            text=match.text,
-            line=number,
-            rank=rank,
-            node=node,
-            at=at,
-            fields=match.fields,
-        )
+        self._matches[key] = msgspec.structs.replace(match, line=number, rank=rank, node=node, at=at)
 
     def _keep_reports(self, block: bytes, spoken: list[scan.LogLine]) -> None:
         """Keep the lines around tracebacks and reports of launchers."""
@@ -666,7 +652,7 @@ class LogReader:
         return "output"
 
 
-def _with_left_out(match: LineMatch, left_out: dict[str, int]) -> LineMatch:
+def _with_left_out(match: RuleMatch, left_out: dict[str, int]) -> RuleMatch:
     """The match with the count of a flood, estimated by a sample of it."""
     count = left_out.pop(match.rule, 0)
     return msgspec.structs.replace(match, count=match.count + count) if count else match

@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from diagnosis import exceptions, exits, rules, tracebacks
-from diagnosis.incident import Candidate, Culprit, Incident, LineMatch, Role
-from diagnosis.rules import RuleMatch
+from diagnosis.incident import Candidate, Culprit, Incident
+from diagnosis.rules import Role, RuleMatch
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankOutput, clean_text
 from diagnosis.stacks import is_library
 from diagnosis.taxonomy import TAXONOMY, FailureClass
@@ -84,7 +84,7 @@ class Statement(Frozen, frozen=True, kw_only=True):
 
 def statement_of_traceback(traceback: Traceback, evidence: Evidence) -> Statement:
     """The statement of a traceback; `evidence`: the place of its first line."""
-    reading = exceptions.read(traceback, [])
+    reading = exceptions.read(traceback)
     return Statement(
         role="cascade" if reading.is_cascade else _role(reading.failure_class),
         failure_class=reading.failure_class,
@@ -141,7 +141,7 @@ def _role(failure_class: FailureClass) -> Role:
     return kind if kind in ("symptom", "outcome") else "cause"
 
 
-def statement_of_match(match: LineMatch, evidence: Evidence) -> Statement | None:
+def statement_of_match(match: RuleMatch, evidence: Evidence) -> Statement | None:
     """The statement of a line; None for warnings and for what is not sure: these explain nothing.
 
     One warning counts: that memory or a disk ran out explains the errors that follow.
@@ -165,12 +165,12 @@ def statement_of_match(match: LineMatch, evidence: Evidence) -> Statement | None
     )
 
 
-def _is_of_wire(match: LineMatch) -> bool:
+def _is_of_wire(match: RuleMatch) -> bool:
     """A connection has two ends: the end that reports the error need not be the faulty one."""
     return match.failure_class is FailureClass.NCCL_NETWORK
 
 
-def _blamed(match: LineMatch) -> str:
+def _blamed(match: RuleMatch) -> str:
     """The peer that the line names, without a port."""
     named = match.fields.get("peer") or match.fields.get("host")
     found = _PEER.search(match.text) if not named else _PEER_NAME.match(named)
@@ -196,21 +196,6 @@ def statement_of_crash(lines: Sequence[str], evidence: Evidence, first_line: int
         last_line=first_line + start,
         rule=CRASH,
         fingerprint=f"SIGSEGV in {place[3]} ({place[1]}:{place[2]})",
-    )
-
-
-def as_line_match(match: RuleMatch, line: int) -> LineMatch:
-    """A match in the output of a live job, in the form of one in a log."""
-    return LineMatch(
-        rule=match.rule.id,
-        role=match.rule.role,
-        failure_class=match.failure_class,
-        confidence=match.confidence,
-        severity=match.rule.severity,
-        scope=match.rule.scope,
-        text=match.text,
-        line=line,
-        fields=match.fields,
     )
 
 
@@ -513,7 +498,7 @@ def _said(output: RankOutput, node: str) -> list[Statement]:
         *dict.fromkeys(line for line in (*output.traceback, *output.tail, *output.error_file.splitlines()) if line)
     ]
     matches = rules.default().scan_text(lines)
-    found = [statement_of_match(as_line_match(one, 0), evidence) for one in matches]
+    found = [statement_of_match(one, evidence) for one in matches]
     found.append(statement_of_crash(lines, msgspec.structs.replace(evidence, line=None)))
     traceback = (
         tracebacks.last(output.traceback)

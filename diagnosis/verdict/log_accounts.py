@@ -14,10 +14,11 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from diagnosis import tracebacks
-from diagnosis.incident import Candidate, LauncherFailure, LineMatch, LogEvidence, LoggedTraceback, LogSummary
+from diagnosis.incident import Candidate, LauncherFailure, LogEvidence, LoggedTraceback, LogSummary
 from diagnosis.kernel.causes import Causes, as_cause, is_elsewhere
 from diagnosis.kernel.log import KernelEvent
 from diagnosis.logs import launchers
+from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, ExitRecord, Finding
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict.accounts import (
@@ -107,7 +108,7 @@ _OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,
 """A line of NCCL names its node: `host:pid:thread [device]`."""
 
 
-def place_of(one: LineMatch | LoggedTraceback, log: LogSummary) -> Evidence:
+def place_of(one: RuleMatch | LoggedTraceback, log: LogSummary) -> Evidence:
     """Evidence without a text yet: file, line, rank, node, time."""
     return Evidence(
         text="",
@@ -119,14 +120,14 @@ def place_of(one: LineMatch | LoggedTraceback, log: LogSummary) -> Evidence:
     )
 
 
-def _is_of_job(one: LineMatch | LoggedTraceback) -> bool:
-    return isinstance(one, LineMatch) and one.role == "outcome"
+def _is_of_job(one: RuleMatch | LoggedTraceback) -> bool:
+    return isinstance(one, RuleMatch) and one.role == "outcome"
 
 
-def _node(one: LineMatch | LoggedTraceback, log: LogSummary) -> str:
+def _node(one: RuleMatch | LoggedTraceback, log: LogSummary) -> str:
     """The node where it happened: the one that the line itself names counts most."""
     named = ""
-    if isinstance(one, LineMatch):
+    if isinstance(one, RuleMatch):
         named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
         nccl = _OF_NCCL.search(one.text[:200]) if not (named or one.node or log.node) else None
         named = nccl[1] if nccl is not None else named
@@ -250,7 +251,7 @@ def _placed(finding: Finding, log: LogSummary, line: int, at: float | None) -> F
     return msgspec.structs.replace(finding, evidence=evidence, node=log.node, at=at or 0.0)
 
 
-def _of_log(match: LineMatch, log: LogSummary) -> Finding:
+def _of_log(match: RuleMatch, log: LogSummary) -> Finding:
     return Finding(
         rule=match.rule,
         failure_class=match.failure_class,
@@ -499,7 +500,7 @@ class _OfTraceback(NamedTuple):
 
 
 class _OfLine(NamedTuple):
-    one: LineMatch
+    one: RuleMatch
     log: LogSummary
 
 
@@ -607,7 +608,7 @@ def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statem
     return msgspec.structs.replace(one, survived=one.survived or whole.survived, benign=one.benign or whole.benign)
 
 
-def _is_lasting(match: LineMatch, log: LogSummary) -> bool:
+def _is_lasting(match: RuleMatch, log: LogSummary) -> bool:
     """Bad numbers are skipped with a warning again and again, to the end of the log."""
     again = match.count >= AGAIN and log.lines - (match.last_line or match.line) < LAST_LINES
     return again and match.severity == "warning" and match.failure_class is FailureClass.LOSS_SPIKE_OR_NAN
@@ -628,7 +629,7 @@ def _is_stuck_at_the_end(seen: InLog) -> bool:
     return stuck and finished is not None and finished <= one.line
 
 
-def _follows_an_end(match: LineMatch, log: LogSummary) -> bool:
+def _follows_an_end(match: RuleMatch, log: LogSummary) -> bool:
     """Slurm cancels a step without a reason when one of its tasks ended badly."""
     return match.rule == "step_cancelled" and any(failure.line < match.line for failure in log.launcher)
 
@@ -721,7 +722,7 @@ def _hints(
 ) -> dict[FailureClass, float]:
     """The classes of everything in the logs that is not read as a failure, with their weights."""
     holds = current().factor.survived_statement
-    said: list[LineMatch | Statement | Finding] = [match for log in logs for match in log.matches]
+    said: list[RuleMatch | Statement | Finding] = [match for log in logs for match in log.matches]
     said += [*survived, *(one for one in findings if one.severity == "warning")]
     found: dict[FailureClass, float] = {}
     for one in said:

@@ -7,21 +7,15 @@ without it (`python -m tests.bench diagnosis CORPUS --without NAME`): a row that
 from __future__ import annotations
 
 import functools
-import importlib.resources
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from diagnosis import tables
 from diagnosis.signals import Frozen
 from diagnosis.taxonomy import FailureClass
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]
 
 Unit = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Instead = dict[FailureClass, Unit]
@@ -209,7 +203,7 @@ class Row(NamedTuple, Generic[_Context]):
 
 def parse(text: str) -> Weights:
     """The weights of a file's text. Raises `ValueError`, which names table and key."""
-    weights = msgspec.convert(tomllib.loads(text), Weights, strict=True)
+    weights = msgspec.convert(tables.parse(text), Weights, strict=True)
     missing = {"0", "1"} - set(weights.by_end)
     if missing:
         raise ValueError(f"by_end: `{missing.pop()}` is missing")
@@ -219,7 +213,7 @@ def parse(text: str) -> Weights:
 @functools.cache
 def packaged() -> Weights:
     """`weights.toml`"""
-    return parse(importlib.resources.files("diagnosis.verdict").joinpath("weights.toml").read_text(encoding="utf-8"))
+    return parse(tables.folder("diagnosis.verdict").joinpath("weights.toml").read_text(encoding="utf-8"))
 
 
 _in_use: Final[list[Weights]] = []

@@ -229,7 +229,7 @@ def only_blame_peers(ends: Iterable[accounts.Account]) -> bool:
 def is_ending(output: RankOutput) -> bool:
     """Whether a rank wrote a traceback last, and not one over a peer that is gone."""
     found = tracebacks.last(output.traceback)
-    if found is None or exceptions.read(found, []).is_cascade:
+    if found is None or exceptions.read(found).is_cascade:
         return False
     return any(found.line[:80] in line for line in output.tail[-LAST_LINES:])
 

@@ -19,7 +19,7 @@ import msgspec
 from diagnosis import rules
 from diagnosis.logs.steps import StepReader
 from diagnosis.rules import Rules
-from diagnosis.signals import Finding, Frozen, Phase, ProcessState, RankSample, Signal
+from diagnosis.signals import Finding, Frozen, Phase, ProcessState, RankSample
 from supervisor.agent.procfs import RankProcessReader, blocked
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
@@ -198,11 +198,11 @@ class RankTracker:
         self._rests[tail.path] = data[end:]
         at, rank = time.time(), self.worker.rank
         found = [
-            rules.finding(match, Signal(source="output", text=match.text, at=at, rank=rank))
+            rules.finding(match, "output", at=at, rank=rank, attempt=self.worker.attempt)
             for match in self._rules.scan(data[:end])
         ][: FINDINGS_PER_RANK - self._findings]
         self._findings += len(found)
-        return [msgspec.structs.replace(finding, attempt=self.worker.attempt) for finding in found]
+        return found
 
     def _note_step(self) -> None:
         step = self._beacon_step

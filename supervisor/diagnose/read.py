@@ -18,12 +18,13 @@ from diagnosis import rules, tracebacks
 from diagnosis import stacks as stack_dumps
 from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
-from diagnosis.incident import LauncherFailure, LineMatch, LoggedTraceback, LogSummary
+from diagnosis.incident import LauncherFailure, LoggedTraceback, LogSummary
 from diagnosis.kernel import log as kernel_rules
 from diagnosis.kernel.xid import default_tables
 from diagnosis.logs import scan
 from diagnosis.logs.digest import TemplateBook
 from diagnosis.logs.reader import IN_FULL, LogReader, Place
+from diagnosis.rules import RuleMatch
 from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
 from supervisor.diagnose import log_files
 
@@ -260,10 +261,10 @@ def _error_at(data: bytes) -> float | None:
         return None
 
 
-def _match(finding: Finding) -> LineMatch:
+def _match(finding: Finding) -> RuleMatch:
     gpu = finding.gpu or finding.gpu_uuid
     device = {"device": gpu} if gpu else {}
-    return LineMatch(
+    return RuleMatch(
         rule=finding.rule,
         role="cause",
         failure_class=finding.failure_class,

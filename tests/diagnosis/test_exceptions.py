@@ -74,7 +74,7 @@ def raised(line, *frames, **more):
     ],
 )
 def test_classes(line, frames, expected):
-    found = exceptions.read(raised(line, *frames), [])
+    found = exceptions.read(raised(line, *frames))
     assert found.failure_class.value.startswith(expected)
     assert not found.is_cascade
     assert 0.2 < found.confidence < 1
@@ -90,20 +90,20 @@ def test_classes(line, frames, expected):
     ],
 )
 def test_what_only_says_that_somebody_else_is_gone(line, frames):
-    assert exceptions.read(raised(line, *frames), []).is_cascade
+    assert exceptions.read(raised(line, *frames)).is_cascade
 
 
 def test_what_wraps_an_exception_hides_it_not():
     wrapped = raised("RuntimeError: step failed", causes=("OSError: [Errno 5] Input/output error",))
-    assert exceptions.read(wrapped, []).failure_class is FailureClass.STORAGE_ERROR
+    assert exceptions.read(wrapped).failure_class is FailureClass.STORAGE_ERROR
     failed_by_hand = raised("KeyboardInterrupt", causes=("TypeError: unhashable type",))
-    assert exceptions.read(failed_by_hand, []).failure_class is FailureClass.SCRIPT_ERROR
+    assert exceptions.read(failed_by_hand).failure_class is FailureClass.SCRIPT_ERROR
     stopped = raised("TypeError: 'NoneType' object is not callable", causes=("KeyboardInterrupt",))
-    assert exceptions.read(stopped, []).failure_class is FailureClass.PREEMPTED_OR_CANCELLED
+    assert exceptions.read(stopped).failure_class is FailureClass.PREEMPTED_OR_CANCELLED
 
 
 def test_an_end_that_is_missing_says_little():
-    found = exceptions.read(Traceback(exception=CUT_OFF, frames=(TRAIN,)), [])
+    found = exceptions.read(Traceback(exception=CUT_OFF, frames=(TRAIN,)))
     assert found.confidence <= 0.3
 
 
@@ -117,10 +117,10 @@ def test_an_end_that_is_missing_says_little():
     ],
 )
 def test_the_line_of_code_tells_what_it_was_for(line, code, expected):
-    assert exceptions.read(raised(line, STEP, code=code), []).failure_class is expected
+    assert exceptions.read(raised(line, STEP, code=code)).failure_class is expected
 
 
 def test_a_model_called_in_a_loop_over_data_is_not_the_data():
     loop = Frame(function="inference_on_dataset", file="/home/u/engine.py", line=3)
-    found = exceptions.read(raised("RuntimeError: unexpected layout", loop, TORCH, STEP), [])
+    found = exceptions.read(raised("RuntimeError: unexpected layout", loop, TORCH, STEP))
     assert found.failure_class is FailureClass.SCRIPT_ERROR

@@ -17,7 +17,7 @@ PATTERNS = [*TABLE["words"].items(), *TABLE["file"].items(), *((row["class"], ro
 
 def class_of(line: str) -> FailureClass:
     name, _, message = line.partition(": ")
-    return exceptions.read(Traceback(exception=name, message=message), []).failure_class
+    return exceptions.read(Traceback(exception=name, message=message)).failure_class
 
 
 @pytest.mark.parametrize("row", [*TABLE["type"], *TABLE["module"]], ids=lambda row: row["names"][0])

@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosis import rules
-from diagnosis.signals import Signal
-from diagnosis.taxonomy import FailureClass
 
 ALL = rules.default()
 RULES = [pytest.param(rule, id=rule.id) for rule in ALL.rules]
 
 
 def ids(text: str, source: str) -> set[str]:
-    return {match.rule.id for match in ALL.scan(text.encode(), source)}
+    return {match.rule for match in ALL.scan(text.encode(), source)}
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -49,51 +47,27 @@ def test_ids_are_unique():
     ],
 )
 def test_healthy_lines_say_nothing(line):
-    assert [match for match in ALL.scan(line.encode()) if match.rule.severity == "fatal"] == []
+    assert [match for match in ALL.scan(line.encode()) if match.severity == "fatal"] == []
     assert "nan_loss" not in ids(line, "output")
-
-
-@pytest.mark.parametrize(
-    ("code", "failure_class"),
-    [
-        (79, FailureClass.GPU_FALLEN_OFF_BUS),
-        (48, FailureClass.GPU_ECC_UNCORRECTABLE),
-        (74, FailureClass.NVLINK_ERROR),
-        (119, FailureClass.GPU_HANG),
-        (31, FailureClass.CUDA_ILLEGAL_ACCESS),
-    ],
-)
-def test_xids(code, failure_class):
-    line = f"[ 12.3] NVRM: Xid (PCI:0000:C1:00): {code}, pid=77, name=python, something"
-    found = ALL.match(Signal(source="kernel", text=line, at=1.0, node="n1"))
-    assert found is not None
-    assert found.failure_class is failure_class
-    assert (found.gpu, found.fields["code"], found.severity) == ("0000:c1:00", str(code), "fatal")
-
-
-def test_a_consequence_xid_is_only_a_warning():
-    found = ALL.match(Signal(source="kernel", text="NVRM: Xid (PCI:0000:c1:00): 45, pid=77, Ch 8", at=1.0))
-    assert found is not None
-    assert found.severity == "warning"
 
 
 def test_matches_come_in_order_with_their_lines():
     text = b"fine\nOSError: [Errno 28] No space left on device\nfine\rRuntimeError: CUDA error: out of memory\n"
     found = list(ALL.scan(text))
-    assert [match.rule.id for match in found] == ["disk_full", "cuda_oom"]
+    assert [match.rule for match in found] == ["disk_full", "cuda_oom"]
     assert found[0].text == "OSError: [Errno 28] No space left on device"
-    assert text[found[1].start :].startswith(b"RuntimeError")
+    assert found[1].text.startswith("RuntimeError")
 
 
 def test_floods_and_giant_lines_are_bounded():
     repeated = b"error: CUDA out of memory, " * 100_000
-    found = [match.start for match in ALL.scan(repeated + b"no space left on device\nNo space left on device\n")]
-    assert len(set(found)) <= rules.WINDOWS + 1
-    assert found[-1] > len(repeated)
+    found = [match.text for match in ALL.scan(repeated + b"no space left on device\nNo space left on device\n")]
+    assert len(found) <= 2 * rules.WINDOWS + 1
+    assert found[-1] == "No space left on device"
     assert len(list(ALL.scan(b"CUDA out of memory\n" * 5000))) == rules.MAX_MATCHES
     giant = b"x" * 2_000_000 + b" CUDA out of memory " + b"y" * 2_000_000
     (match,) = ALL.scan(giant)
-    assert match.rule.id == "cuda_oom"
+    assert match.rule == "cuda_oom"
     assert len(match.text) <= 500
 
 
@@ -149,19 +123,19 @@ def test_noise(noise):
     ],
 )
 def test_what_says_itself_that_it_is_mild_is_a_warning(line):
-    assert {match.rule.severity for match in ALL.scan(line.encode())} == {"warning"}
+    assert {match.severity for match in ALL.scan(line.encode())} == {"warning"}
 
 
 def test_memory_that_ran_out_counts_even_where_it_was_only_warned_of():
     (match,) = ALL.scan(b"2026-01-01 | WARNING | trainer | CUDA out of memory. Skipping batch")
-    assert (match.rule.severity, match.confidence) == ("error", 0.76)
+    assert (match.severity, match.confidence) == ("error", 0.76)
 
 
 def test_an_error_stays_one_whatever_it_quotes():
     (match,) = ALL.scan(
         b"RuntimeError: CUDA out of memory. Set PYTORCH_CUDA_ALLOC_CONF for more info, or keep ignoring it"
     )
-    assert match.rule.severity == "fatal"
+    assert match.severity == "fatal"
 
 
 def site_row(**more):
@@ -172,9 +146,9 @@ def site_row(**more):
 def test_a_site_adds_rules_and_changes_ours():
     ours = ALL.with_site([site_row(), {"id": "disk_full", "confidence": 0.5, "severity": "warning"}])
     (match,) = ours.scan(b"step 4\ntracker 7 unreachable")
-    assert match.rule.id == "our_tracker"
+    assert match.rule == "our_tracker"
     (match,) = ours.scan(b"OSError: [Errno 28] No space left on device")
-    assert (match.confidence, match.rule.severity) == (0.5, "warning")
+    assert (match.confidence, match.severity) == (0.5, "warning")
     changed = ALL.with_site([{"id": "disk_full", "regex": "pool is full", "literals": ["pool is full"]}])
     assert not list(changed.scan(b"OSError: [Errno 28] No space left on device"))
     assert list(changed.scan(b"pool is full"))
@@ -207,13 +181,13 @@ def test_a_process_uses_the_rules_of_its_site():
 
 
 def test_colours_hide_nothing():
-    assert {match.rule.severity for match in ALL.scan(b"\x1b[33mWARNING\x1b[0m no space left on device")} == {"warning"}
+    assert {match.severity for match in ALL.scan(b"\x1b[33mWARNING\x1b[0m no space left on device")} == {"warning"}
     assert ids("\x1b[31mKilled\x1b[0m", "output") == {"killed"}
 
 
 def test_an_exception_is_no_warning_whatever_it_warns_of():
     (match,) = ALL.scan(b"RuntimeError: CUDA out of memory. Warning: fragmentation")
-    assert match.rule.severity == "fatal"
+    assert match.severity == "fatal"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_rules_of_the_site_and_of_the_job(tmp_path: Path) -> None:
     job.mkdir()
     try:
         assert site.use_rules(read, job) == ""
-        assert [match.rule.id for match in rules.default().scan(b"tracker 7 unreachable")] == ["our_tracker"]
+        assert [match.rule for match in rules.default().scan(b"tracker 7 unreachable")] == ["our_tracker"]
         (job / "rules.toml").write_text("[[rule]]\nid = 'our_tracker'\nconfidence = 0.6\n")
         assert site.use_rules(read, job) == ""
         assert [match.confidence for match in rules.default().scan(b"tracker 7 unreachable")] == [0.6]
@@ -114,10 +114,10 @@ def test_a_job_keeps_the_rules_that_it_began_with(tmp_path: Path) -> None:
         assert site.use_rules_of_life(site.SiteFile(), job, begun=True) == ""
         assert not list(rules.default().scan(line))
         assert site.use_rules_of_life(site.SiteFile(), job, begun=False) == "", "another job in the same folder"
-        assert [match.rule.id for match in rules.default().scan(line)] == ["our_tracker"]
+        assert [match.rule for match in rules.default().scan(line)] == ["our_tracker"]
         (job / "rules.toml").unlink()
         assert site.use_begun_rules(job)
-        assert [match.rule.id for match in rules.default().scan(line)] == ["our_tracker"]
+        assert [match.rule for match in rules.default().scan(line)] == ["our_tracker"]
         (job / site.BEGUN).write_bytes(b"\xff")
         assert site.use_rules_of_life(site.SiteFile(), job, begun=True) == ""
         assert not list(rules.default().scan(line))

@@ -94,10 +94,10 @@ def _zero(line: str) -> bool:
 @pytest.mark.parametrize(("trainer", "line"), [one for one in BAD if not _zero(one[1])])
 def test_a_rule_means_that_line(trainer: str, line: str) -> None:
     found = list(rules.default().scan(line.replace("\r", "\n").encode() + b"\n"))
-    assert {match.rule.id for match in found} <= {"nan_loss", "nan_iterations"}
+    assert {match.rule for match in found} <= {"nan_loss", "nan_iterations"}
     assert found
     logged = "INFO" in line  # what a line of that level says is a warning; its numbers count all the same
-    assert all(match.rule.severity == ("warning" if logged else "error") for match in found)
+    assert all(match.severity == ("warning" if logged else "error") for match in found)
     assert not list(rules.default().scan(GOOD[trainer].encode()))
 
 

@@ -3,9 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from diagnosis.incident import Culprit, LineMatch, LogEvidence, LoggedTraceback, LogSummary, Verdict
+from diagnosis.incident import Culprit, LogEvidence, LoggedTraceback, LogSummary, Verdict
 from diagnosis.logs import digest
 from diagnosis.logs.digest import TemplateBook
+from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Frame
 from diagnosis.taxonomy import FailureClass
 from diagnosis.tracebacks import Traceback
@@ -24,8 +25,8 @@ def log(rank: int, *lines: str, step: int | None = None) -> LogSummary:
     return LogSummary(source=f"rank{rank}.log", rank=rank, lines=len(lines), tail=lines, step=step)
 
 
-def timeout(rank: int) -> LineMatch:
-    return LineMatch(
+def timeout(rank: int) -> RuleMatch:
+    return RuleMatch(
         rule="watchdog",
         role="symptom",
         failure_class=FailureClass.NCCL_TIMEOUT,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from diagnosis.incident import Curve, LineMatch, LogSummary, Point
+from diagnosis.incident import Curve, LogSummary, Point
+from diagnosis.rules import RuleMatch
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import log_accounts
 
@@ -13,7 +14,7 @@ def clocked(source, node, ahead=0.0, steps=range(10), **rest):
 
 
 def match(at):
-    return LineMatch(
+    return RuleMatch(
         rule="x", role="cause", failure_class=FailureClass.DISK_FULL, confidence=0.9, severity="fatal",
         scope="storage", text="x", line=3, at=at,
     )  # fmt: skip

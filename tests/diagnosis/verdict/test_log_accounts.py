@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diagnosis.incident import LauncherFailure, LineMatch, LogEvidence, LogSummary, of_logs
+from diagnosis.incident import LauncherFailure, LogEvidence, LogSummary, of_logs
+from diagnosis.rules import RuleMatch
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import log_accounts, triage
 
@@ -16,7 +17,7 @@ def match(line=10, **rest):
         "rule": "x", "role": "cause", "failure_class": FailureClass.GPU_OOM, "confidence": 0.95, "severity": "fatal",
         "scope": "rank", "text": "CUDA out of memory",
     }  # fmt: skip
-    return LineMatch(**fields | rest, line=line)
+    return RuleMatch(**fields | rest, line=line)
 
 
 def log(*matches, **rest):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diagnosis.incident import LineMatch
+from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import accounts
@@ -43,14 +43,14 @@ def test_the_last_of_several_runs_in_one_file_counts():
 
 
 def test_warnings_and_what_is_unsure_explain_nothing():
-    match = LineMatch(
+    match = RuleMatch(
         rule="x", role="cause", failure_class=FailureClass.GPU_DRIVER, confidence=0.6, severity="error", scope="node",
         text="x", line=1,
     )  # fmt: skip
     found = accounts.statement_of_match(match, Evidence(text=""))
     assert found is not None
     assert found.benign
-    unsure = LineMatch(**{name: getattr(match, name) for name in match.__struct_fields__} | {"severity": "warning"})
+    unsure = RuleMatch(**{name: getattr(match, name) for name in match.__struct_fields__} | {"severity": "warning"})
     assert accounts.statement_of_match(unsure, Evidence(text="")) is None
 
 

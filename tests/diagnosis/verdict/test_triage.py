@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosis import rules
 from diagnosis.incident import HangReport, Incident
+from diagnosis.kernel.causes import finding_of
+from diagnosis.kernel.log import KernelReader
 from diagnosis.signals import CollectiveEntry, ExitRecord, NodeEvidence, RankFlight, RankOutput, Signal
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
@@ -33,9 +36,10 @@ def lost_peer(rank):
 
 
 def kernel(text, node="n0"):
-    found = rules.default().match(Signal(source="kernel", text=text, at=99.0, node=node))
-    assert found is not None
-    return found
+    reader = KernelReader()
+    (event,) = [*reader.feed(text), *reader.end()]
+    found = finding_of(event, 99.0)
+    return msgspec.structs.replace(found, node=node, evidence=msgspec.structs.replace(found.evidence, node=node))
 
 
 def conclude(*exits, outputs=(), findings=(), trigger="exit", flights=(), stacks=(), **rest):

@@ -81,7 +81,7 @@ def test_each_ended_rank_is_read_and_scanned_once_while_the_end_of_its_peer_is_a
         scanned.append(record.rank)
         return of_rank(node, record, output)
 
-    monkeypatch.setattr(accounts, "of_rank", recorded)
+    monkeypatch.setattr(accounts, "account_of_rank", recorded)
 
     async def story():
         state.keeper = KeeperState(workers=(worker(0, 6, 0), worker(1, None)))

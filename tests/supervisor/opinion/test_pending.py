@@ -34,7 +34,7 @@ def _rules_as_before() -> object:
 def read_with(job_dir: Path) -> set[str]:
     """Ids of the rules that a process of this job finds in the line."""
     assert site.use_rules(site.SiteFile(), job_dir) == ""
-    return {match.rule.id for match in rules.default().scan(LINE.replace("17", "4").encode())}
+    return {match.rule for match in rules.default().scan(LINE.replace("17", "4").encode())}
 
 
 @pytest.mark.usefixtures("_rules_as_before")
