@@ -32,10 +32,6 @@ class Assignments:
         self.sent: dict[str, Assignment] = {}
         """Node -> its newest assignment."""
         self._version = 0
-        self._touched: set[str] = set()
-        self._touched_all = False
-        self._touched_members = False
-        """Members were exchanged, and nothing else has changed for any node."""
         self._all_know: Assignment | None = None
         """What all nodes were told alike when all were told last."""
         self._told_notices: set[str] = set()
@@ -68,22 +64,11 @@ class Assignments:
 
     # ----- changes -----
 
-    def touch(self, names: Iterable[str]) -> None:
-        self._touched.update(names)
-
-    def touch_all(self) -> None:
-        self._touched_all = True
-
-    def touch_members(self, names: Iterable[str]) -> None:
-        """As `touch_all`, where these members were exchanged and nothing else has changed."""
-        self._touched.update(names)
-        self._touched_members = True
-
     def add_notice(self, text: str) -> None:
         """A line for the user's terminal."""
         self._notice_number += 1
         self._notices.append((self._notice_number, text))
-        self._touched.add(self.speaker)
+        self._nodes.touch(self.speaker)
 
     def forget_sent(self, names: Iterable[str]) -> None:
         """Whatever these nodes were told before, tell them again."""
@@ -99,11 +84,12 @@ class Assignments:
 
     def settle(self) -> Iterator[Assign]:
         """Give out what changed."""
-        if not (self._touched or self._touched_all or self._touched_members):
+        nodes = self._nodes
+        if not (nodes.touched or nodes.touched_all or nodes.touched_members):
             return
-        common, cordoned, speaker = self._common(), self._nodes.cordoned(), self.speaker
+        common, cordoned, speaker = self._common(), nodes.cordoned(), self.speaker
         touched = self._to_tell(common, cordoned, speaker)
-        self._touched, self._touched_all, self._touched_members = set(), False, False
+        nodes.touched, nodes.touched_all, nodes.touched_members = set(), False, False
         for node in touched:
             name = node.name
             wanted = self._desired(node, common, name in cordoned, name == speaker)
@@ -118,17 +104,17 @@ class Assignments:
 
     def _to_tell(self, common: Assignment, cordoned: set[str], speaker: str) -> list[Node]:
         """Nodes whose assignment may have changed, in the order in which they are told."""
-        names, same = self._touched, self._all_know == common
-        if self._touched_all or self._touched_members:
+        names, touched_members, same = self._nodes.touched, self._nodes.touched_members, self._all_know == common
+        if self._nodes.touched_all or touched_members:
             self._all_know = common
         elif not same:
             self._all_know = None  # some know more than others
-        if self._touched_all or (self._touched_members and not same):
+        if self._nodes.touched_all or (touched_members and not same):
             return list(self._nodes)
-        if self._touched_members:
+        if touched_members:
             names = names | (cordoned ^ self._told_excluded) | self._told_notices | {speaker}
         touched = [node for name in sorted(names) if (node := self._nodes.get(name)) is not None]
-        return sorted(touched, key=lambda node: node.joined) if self._touched_members else touched
+        return sorted(touched, key=lambda node: node.joined) if touched_members else touched
 
     def _common(self) -> Assignment:
         """What all members are told alike."""

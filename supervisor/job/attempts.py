@@ -18,10 +18,26 @@ from diagnosis import exits
 from diagnosis.signals import ExitRecord, NodeEvidence
 from recovery.checkpoint import Checkpoint, Preparation, Resume, newest
 from supervisor import messages as m
-from supervisor.job import wants as w
-from supervisor.job.core import Core
+from supervisor.job.core import (
+    AttemptBegins,
+    CloseFailures,
+    Core,
+    EndJob,
+    Enter,
+    Form,
+    GoOn,
+    Hold,
+    Mark,
+    OpenIncident,
+    Proceed,
+    ProgressMade,
+    Recovered,
+    Timer,
+    Wants,
+    WantsAnd,
+    cancel,
+)
 from supervisor.job.nodes import Nodes
-from supervisor.job.wants import Wants
 from supervisor.messages import CheckpointsSeen, Round, SpaceSeen, SpaceWanted, StoreOffer
 from supervisor.notes import note
 
@@ -428,14 +444,14 @@ class Attempts:
             preparer=members[0] if members and prepare else "",
         )
 
-    def _resume(self, members: tuple[str, ...]) -> w.WantsAnd[tuple[Resume, tuple[Preparation, ...]]]:
+    def _resume(self, members: tuple[str, ...]) -> WantsAnd[tuple[Resume, tuple[Preparation, ...]]]:
         try:
             return self.checkpoints.choose(members)
         except Exception as error:  # which checkpoint to use must never decide whether the run comes back at all
             yield note("resume_unknown", why=str(error))
             return Resume(), ()
 
-    def refresh(self, _: w.Refresh) -> Wants:
+    def refresh(self) -> Wants:
         """Checkpoints or members changed while an attempt is being formed: bring it up to date.
 
         Preparations are done once for each attempt number, so other preparations, or another node to do them, make
@@ -449,45 +465,51 @@ class Attempts:
         if not attempt.preparer and members and prepare:
             attempt.preparer = members[0]
         if prepare != attempt.prepare or (attempt.preparer and attempt.preparer not in members):
-            yield w.Form(members)
+            yield Form(members)
             if core.state == "STARTING":
-                yield w.Timer("form", core.now + FORM_LIMIT_S)
+                yield Timer("form", core.now + FORM_LIMIT_S)
         elif members != attempt.members or resume != attempt.resume:
             changed = attempt.member_set.symmetric_difference(members) | {*attempt.members[:1], *members[:1]}
             same = resume == attempt.resume
             attempt.members, attempt.resume = members, resume
             attempt.offers = {name: offer for name, offer in attempt.offers.items() if name in attempt.member_set}
-            yield w.ReassignMembers(tuple(changed)) if same else w.ReassignAll()
+            if same:
+                self._nodes.touch_members(changed)
+            else:
+                self._nodes.touch_all()
 
-    def start_next(self) -> Wants:
-        """Start the next attempt if there are enough nodes; else see that something will happen in time."""
+    def start_next(self) -> WantsAnd[int | None]:
+        """Start the next attempt if there are enough nodes; else see that something will happen in time.
+
+        The number of nodes that can be used where it is short of them, else None.
+        """
         core = self._core
         wanted = core.spec.nodes_max
         # Spares do not begin while other nodes are on their way. Counting is quick; to choose among all nodes is not.
         here = self._nodes.ordinary if core.state == "IDLE" else len(self._nodes)
         if "nodes" in core.timers and here < wanted and core.now < self._gather_until:
-            return
+            return None
         members = self.next_members()
         # A spare that happens to come first does not take the place of a node that is on its way.
         early = core.state == "IDLE" and any((node := self._nodes.get(name)) and node.spare for name in members)
         if early or len(members) < wanted:
             enough = yield from self._gathered(len(members))
             if not enough:
-                yield w.ShortOfNodes(len(members))
-                return
-        yield w.cancel("gather", "nodes", "hold")
+                return len(members)
+        yield cancel("gather", "nodes", "hold")
         if self.current is None or self.current.over:
-            yield w.Form(members)
+            yield Form(members)
         else:
-            yield w.Refresh()
+            yield from self.refresh()
         assert self.current is not None
         yield from self._begin(self.current)
+        return None
 
-    def _gathered(self, found: int) -> w.WantsAnd[bool]:
+    def _gathered(self, found: int) -> WantsAnd[bool]:
         """Whether to go on with what there is: fewer than `nodes_max` nodes, or spares among them."""
         core, spec = self._core, self._core.spec
         if "nodes" not in core.timers:
-            yield w.Timer("nodes", core.now + spec.wait_for_nodes_s)
+            yield Timer("nodes", core.now + spec.wait_for_nodes_s)
             if found or self.current is not None:
                 yield note("nodes_awaited", found=found, wanted=spec.nodes_max)
         deadline = core.timers["nodes"]
@@ -495,7 +517,7 @@ class Attempts:
         self._gather_until = deadline - spec.wait_for_nodes_s + spec.gather_s if may_be_fewer else deadline
         if core.now < self._gather_until:
             if may_be_fewer:
-                yield w.Timer("gather", self._gather_until)
+                yield Timer("gather", self._gather_until)
             return False
         return found >= max(1, spec.nodes_min)
 
@@ -503,15 +525,15 @@ class Attempts:
 
     def _begin(self, attempt: Attempt) -> Wants:
         now = self._core.now
-        yield w.AttemptBegins(attempt.number)
-        yield w.Enter("STARTING")
+        yield AttemptBegins(attempt.number)
+        yield Enter("STARTING")
         self.by_operator = False
         self.started_at = now if self.started_at is None else self.started_at
-        yield w.Timer("form", now + FORM_LIMIT_S)
-        yield w.ReassignAll()
+        yield Timer("form", now + FORM_LIMIT_S)
+        self._nodes.touch_all()
         yield from self._form_round()
         if attempt.prepare_error:
-            yield w.OpenIncident("setup", attempt.prepare_error, now)
+            yield OpenIncident("setup", attempt.prepare_error, now)
 
     def launcher_ready(self, event: m.LauncherReady) -> Wants:
         """A launcher waits in rendezvous."""
@@ -521,7 +543,7 @@ class Attempts:
         attempt.offers[event.node] = event.offer
         if attempt.prepare_error.startswith(f"{event.node} could not prepare "):
             attempt.prepare_error = ""  # a later try succeeded
-        yield w.Mark("stop")
+        yield Mark("stop")
         yield from self._form_round()
 
     def _form_round(self) -> Wants:
@@ -552,10 +574,10 @@ class Attempts:
             given_up_to=attempt.number - 1,
         )
         self._last_started = attempt.number
-        yield w.Mark("rendezvous")
-        yield w.cancel("form")
-        yield w.Timer("start", now + START_LIMIT_S)
-        yield w.ReassignAll()
+        yield Mark("rendezvous")
+        yield cancel("form")
+        yield Timer("start", now + START_LIMIT_S)
+        self._nodes.touch_all()
 
     def preparation_failed(self, event: m.PreparationFailed) -> Wants:
         attempt = self.current
@@ -563,13 +585,13 @@ class Attempts:
             return
         attempt.prepare_error = f"{event.node} could not prepare attempt {event.attempt}: {event.error}"
         if self._core.state == "STARTING":
-            yield w.OpenIncident("setup", attempt.prepare_error, self._core.now)
+            yield OpenIncident("setup", attempt.prepare_error, self._core.now)
 
     def form_due(self) -> Wants:
         assert self.current is not None
         absent = [name for name in self.current.members if name not in self.current.offers]
         text = f"no launcher came to rendezvous on {', '.join(absent[:8])}"
-        yield w.OpenIncident("setup", text, self._core.now)
+        yield OpenIncident("setup", text, self._core.now)
 
     def workers_started(self, event: m.WorkersStarted) -> Wants:
         attempt, now = self.live(event.attempt), self._core.now
@@ -579,16 +601,16 @@ class Attempts:
         self._ranks_ran, self._launcher_failures = True, 0
         if attempt.workers_started_at is None and attempt.all_started:
             attempt.workers_started_at = now
-            yield w.Mark("start")
-            yield w.cancel("start")
+            yield Mark("start")
+            yield cancel("start")
             if self._core.state == "STARTING":
-                yield w.Timer("stood", now + STAND_S)
+                yield Timer("stood", now + STAND_S)
 
     def start_due(self) -> Wants:
         assert self.current is not None
         absent = [name for name in self.current.members if len(self.current.ranks.get(name, ())) == 0]
         text = f"workers did not start on {', '.join(absent[:8]) or 'some nodes'}"
-        yield w.OpenIncident("setup", text, self._core.now)
+        yield OpenIncident("setup", text, self._core.now)
 
     # ----- running -----
 
@@ -598,11 +620,11 @@ class Attempts:
     def _run(self) -> Wants:
         if self._core.state != "STARTING":
             return
-        yield w.Enter("RUNNING")
-        yield w.cancel("stood", "start")
+        yield Enter("RUNNING")
+        yield cancel("stood", "start")
         assert self.current is not None
         yield note("attempt_runs", attempt=self.current.number)
-        yield w.Timer("settle", self._core.now + SETTLE_S)
+        yield Timer("settle", self._core.now + SETTLE_S)
 
     def progressed(self, event: m.Progressed) -> Wants:
         attempt, now = self.live(event.attempt), self._core.now
@@ -624,7 +646,7 @@ class Attempts:
         """Further than ever is progress."""
         if step is not None and (self.furthest is None or step > self.furthest):
             self.furthest = step
-            yield w.ProgressMade()
+            yield ProgressMade()
 
     def steps_in_evidence(self, piece: NodeEvidence) -> Wants:
         """What ranks wrote last may tell a later step than the newest heartbeat."""
@@ -648,8 +670,8 @@ class Attempts:
         further = all(step > one for one in known)
         self._furthest_saved = max(step, self._furthest_saved or 0)
         if further and attempt.step is None:
-            yield w.ProgressMade()
-            yield w.Recovered(f"attempt {attempt.number} saved a checkpoint of step {step}")
+            yield ProgressMade()
+            yield Recovered(f"attempt {attempt.number} saved a checkpoint of step {step}")
 
     def _check_resume(self, attempt: Attempt, step: int) -> Wants:
         """Did the script go on where it should? Until that is clear its first step is not believed."""
@@ -669,7 +691,7 @@ class Attempts:
             yield note("resumed_early", loud=True, step=step, expected=expected)
         elif expected is not None and attempt.first_step is not None and attempt.first_step < expected - 2:
             attempt.first_step, attempt.first_at = step, core.now
-        yield w.Recovered(f"attempt {attempt.number} reached step {attempt.first_made}")
+        yield Recovered(f"attempt {attempt.number} reached step {attempt.first_made}")
 
     def _expected_step(self, attempt: Attempt) -> int | None:
         """The step of the checkpoint that the attempt should have started from; None: unknown, or no measure."""
@@ -690,14 +712,14 @@ class Attempts:
         """The script began from nothing: stop it before it overwrites a good checkpoint."""
         path = attempt.resume.path
         yield note("began_again", loud=True, attempt=attempt.number, step=step, path=path, expected=expected)
-        yield w.Enter("RECOVERING")
-        yield w.Form(self.next_members())
+        yield Enter("RECOVERING")
+        yield Form(self.next_members())
         self.would_begin_again = True  # whoever lets it go on has read this
-        yield w.Hold(f"the script does not resume from its checkpoint (it began at step {step} instead of {expected})")
+        yield Hold(f"the script does not resume from its checkpoint (it began at step {step} instead of {expected})")
 
     def settle_due(self) -> Wants:
         if self.current is not None and not self.current.over:
-            yield w.Recovered(f"attempt {self.current.number} has run for {SETTLE_S:.0f} s")
+            yield Recovered(f"attempt {self.current.number} has run for {SETTLE_S:.0f} s")
 
     # ----- ending -----
 
@@ -714,7 +736,7 @@ class Attempts:
             yield from self._rank_ended_well(attempt)
         else:
             text = f"rank {record.rank} on {event.node} {exits.describe(record)}"
-            yield w.OpenIncident("exit", text, record.ended_at, node=event.node)
+            yield OpenIncident("exit", text, record.ended_at, node=event.node)
 
     def ranks_stopped(self, event: m.RanksStopped) -> None:
         if self._core.is_over and self.current is not None and self.current.number == event.attempt:
@@ -727,14 +749,14 @@ class Attempts:
         if not attempt.ended_well or core.state not in ("STARTING", "RUNNING", "DIAGNOSING", "RECOVERING"):
             return
         yield from self._run()
-        yield w.GoOn("false alarm: every rank ended well")
+        yield GoOn("false alarm: every rank ended well")
         attempt.finishing = True
-        yield w.cancel("again", "stacks", "silence")
-        yield w.Recovered("every rank ended well")
-        yield w.CloseFailures("every rank ended well")
+        yield cancel("again", "stacks", "silence")
+        yield Recovered("every rank ended well")
+        yield CloseFailures("every rank ended well")
         yield note("ranks_ended_well")
-        yield w.Timer("finish", core.now + FINISH_LIMIT_S)
-        yield w.ReassignAll()
+        yield Timer("finish", core.now + FINISH_LIMIT_S)
+        self._nodes.touch_all()
         yield from self.finish()
 
     def finish(self, *, late: bool = False) -> Wants:
@@ -744,7 +766,7 @@ class Attempts:
         waiting = any(name not in attempt.launchers_ended and self._nodes.is_present(name) for name in attempt.members)
         if late or not waiting:
             outcome = m.Outcome(state="succeeded", exit_code=0, line="the run is complete")
-            yield w.EndJob(outcome, note("job_ended", why="the run is complete"))
+            yield EndJob(outcome, note("job_ended", why="the run is complete"))
 
     def finish_due(self) -> Wants:
         if self.is_finishing:
@@ -784,7 +806,7 @@ class Attempts:
         # Its own error is on the terminal already.
         quiet = by_itself and self.would_fail_again
         text = f"the launcher on {event.node} ended ({event.how})"
-        yield w.OpenIncident("launcher", text, self._core.now, launcher=event, quiet=quiet)
+        yield OpenIncident("launcher", text, self._core.now, launcher=event, quiet=quiet)
 
     # ----- what happens to the job -----
 
@@ -890,8 +912,8 @@ class Space:
         if not there or any(self._full.get(name) != () for name in there):
             return
         self.wanted = None
-        yield w.cancel("hold")
-        yield w.CountRestart()
+        yield cancel("hold")
+        self._attempts.count_restart()
         yield note("room_again", loud=True)
-        yield w.ReassignAll()
-        yield w.Proceed()
+        self._nodes.touch_all()
+        yield Proceed()

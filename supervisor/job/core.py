@@ -1,17 +1,38 @@
-"""What every part of the job reads, and only `Job` changes: the state, the clock, the spec, who is in charge."""
+"""What every part of the job reads (`Core`), and what a part wants done that no part below it can do (`Want`).
+
+A part changes only its own fields. It calls the parts that it was given; each of them is made before it, so calls go
+one way. What it wants of the job, or of a part that is made after it, it yields as a want. `Job.handle` carries out
+each want, with all that it leads to, before the part goes on.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Generator, Iterator
+from typing import Literal, TypeAlias, TypeVar
 
+import msgspec
+
+from diagnosis.incident import HangReport
 from recovery.policy import Mode
-from supervisor.messages import JobSpec, OperatorCommand, Outcome
+from supervisor.messages import (
+    JobSpec,
+    LauncherEnded,
+    Note,
+    OperatorCommand,
+    Outcome,
+    SchedulerComment,
+    SchedulerRequest,
+)
 from supervisor.view import JobStateName
 
 LOCAL = "local"
 """The scheduler of jobs that have none."""
 
+FAILURE_GRACE_S = 5.0
+"""After a failure nothing is left to be saved; a stop on request gets `STOP_GRACE_S`."""
+STOP_GRACE_S = 30.0
+"""For the workers of a job that is stopped on request."""
 EARLY_S = 0.001
 """A timer may fire so much early."""
 
@@ -44,7 +65,7 @@ TimerName = Literal[
 
 @dataclasses.dataclass
 class Core:
-    """Times are Unix seconds."""
+    """Times are Unix seconds. `Job` changes it; `Operator` changes mode, pause and stop signal."""
 
     state: JobStateName = "IDLE"
     spec: JobSpec = dataclasses.field(default_factory=lambda: JobSpec(name=""))
@@ -58,7 +79,7 @@ class Core:
     defined_at: float | None = None
     ended_at: float | None = None
     outcome: Outcome | None = None
-    grace_s: float = 30.0
+    grace_s: float = STOP_GRACE_S
     """What workers get to end by themselves."""
     stop_signal: str = "SIGTERM"
     controller_may_go: bool = False
@@ -76,3 +97,138 @@ class Core:
     @property
     def has_scheduler(self) -> bool:
         return self.spec.scheduler != LOCAL
+
+
+# ----- wants -----
+
+
+class Want(msgspec.Struct, frozen=True):
+    """Base of all."""
+
+
+Wants: TypeAlias = Iterator[Want | Note]
+T = TypeVar("T")
+WantsAnd: TypeAlias = Generator[Want | Note, None, T]
+"""Wants, and then an answer for the caller."""
+
+
+class Enter(Want, frozen=True):
+    """Change the state. Raises InvalidTransition."""
+
+    state: JobStateName
+
+
+class Timer(Want, frozen=True):
+    """`at`: Unix seconds. Replaces a timer of this name."""
+
+    name: TimerName
+    at: float
+
+
+class Cancel(Want, frozen=True):
+    names: tuple[TimerName, ...]
+
+
+def cancel(*names: TimerName) -> Cancel:
+    return Cancel(names)
+
+
+class Send(Want, frozen=True):
+    """Have the scheduler told."""
+
+    action: SchedulerRequest | SchedulerComment
+
+
+class EndJob(Want, frozen=True):
+    """The job has ended: every node is told, and the controller goes when all are done."""
+
+    outcome: Outcome
+    note: Note
+    grace_s: float = FAILURE_GRACE_S
+
+
+class ReplaceOutcome(Want, frozen=True):
+    """Only the words, or the state, of an end that has been told: the scheduler has answered."""
+
+    outcome: Outcome
+
+
+class LetControllerGo(Want, frozen=True):
+    """Nobody is waited for any more."""
+
+
+class Form(Want, frozen=True):
+    """A new attempt: no worker of an older one may live from now on."""
+
+    members: tuple[str, ...]
+
+
+class Proceed(Want, frozen=True):
+    """Start the next attempt, if nothing stands in its way."""
+
+    by_operator: bool = False
+
+
+class RefreshAndProceed(Want, frozen=True):
+    """Nodes changed: bring the attempt that is being formed up to date, and start it if that is possible now."""
+
+
+class NextAttempt(Want, frozen=True):
+    """End what is left of the current attempt and start the next, after `delay_s`."""
+
+    delay_s: float = 0.0
+    by_operator: bool = False
+
+
+class AttemptBegins(Want, frozen=True):
+    """The attempt that was formed is given out."""
+
+    number: int
+
+
+class ProgressMade(Want, frozen=True):
+    """The run got further than ever before."""
+
+
+class OpenIncident(Want, frozen=True):
+    """Something broke the current attempt. One incident takes all that belongs together."""
+
+    trigger: Trigger
+    text: str
+    failed_at: float
+    node: str = ""
+    """Of a rank that ended badly."""
+    nodes: tuple[str, ...] = ()
+    """Those that were lost."""
+    launcher: LauncherEnded | None = None
+    hang: HangReport | None = None
+    quiet: bool = False
+    """The terminal shows already what is wrong."""
+
+
+class Mark(Want, frozen=True):
+    """A phase of the recovery has ended."""
+
+    phase: str
+
+
+class Recovered(Want, frozen=True):
+    """The attempt does what it should: what it was restarted for is closed."""
+
+    text: str
+
+
+class CloseFailures(Want, frozen=True):
+    text: str
+
+
+class GoOn(Want, frozen=True):
+    """The active incident, if there is one, was a false alarm: the attempt goes on."""
+
+    text: str
+
+
+class Hold(Want, frozen=True):
+    """An operator has to say how to go on."""
+
+    why: str

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 
+from diagnosis.hang.proof import describe
 from diagnosis.incident import HangReport
 from diagnosis.stuck import names
 from recovery import policy
 from supervisor import messages as m
-from supervisor.job import wants as w
 from supervisor.job.attempts import Attempt, Attempts
-from supervisor.job.core import EARLY_S, Core
+from supervisor.job.core import EARLY_S, Core, OpenIncident, Timer, Wants, cancel
 from supervisor.job.incidents import Incidents
 from supervisor.job.nodes import Nodes
-from supervisor.job.silence import Lessons, Silence
-from supervisor.job.wants import Wants
 from supervisor.notes import note
 
 RESTACK_S = 3.0
@@ -23,14 +23,34 @@ RESTACK_FAST = 10
 """While a hang is suspected stacks are taken every 3 s, ten times; then every 30 s."""
 
 
+TELL_S = 30.0
+"""A silence is told on the terminal at once, unless its place has needed as long before or the run just begins; then
+after this, and whenever it has lasted twice as long."""
+
+
+@dataclasses.dataclass
+class Silence:
+    """Mutable; `Hangs` owns it. Times are Unix seconds."""
+
+    attempt: int
+    since: float
+    report: HangReport
+    tell_after_s: float = TELL_S
+    loud: bool = False
+    """It was reported on the user's terminal."""
+    left: bool = False
+    """A person was told that nothing more will be done about it."""
+
+    def text(self, now: float) -> str:
+        return describe(self.report, max(now - self.since, 0.0))
+
+
 class Hangs:
-    def __init__(self, core: Core, nodes: Nodes, attempts: Attempts, incidents: Incidents, lessons: Lessons) -> None:
+    def __init__(self, core: Core, nodes: Nodes, attempts: Attempts, incidents: Incidents) -> None:
         self._core, self._nodes, self._attempts, self._incidents = core, nodes, attempts, incidents
-        self._lessons = lessons
+        self._lessons = incidents.lessons
         self._stacks_taken = 0
         """How often, during the current suspicion."""
-        self._continued = 0
-        """The attempt whose stopped ranks were continued with SIGCONT, until progress resumes."""
         self.silence: Silence | None = None
         """The silence that lasts now, if nothing proves it to be a hang."""
 
@@ -92,10 +112,10 @@ class Hangs:
         yield from self._take_stacks(event.report.ranks)
 
     def _take_stacks(self, ranks: tuple[int, ...] = ()) -> Wants:
-        yield w.TakeStacks(ranks)
+        self._incidents.take_stacks(ranks)
         self._stacks_taken += 1
         pause_s = RESTACK_S if self._stacks_taken < RESTACK_FAST else RESTACK_SLOW_S
-        yield w.Timer("stacks", self._core.now + pause_s)
+        yield Timer("stacks", self._core.now + pause_s)
 
     def stacks_due(self) -> Wants:
         if self._starts_or_runs(self._attempts.current):
@@ -105,20 +125,19 @@ class Hangs:
         attempt, incidents = self._attempts.live(event.attempt), self._incidents
         if attempt is None:
             return
-        yield w.cancel("stacks", "again", "silence")
-        yield w.ForgetStopped()
+        yield cancel("stacks", "again", "silence")
+        by_us = self._nodes.progress_resumed(attempt.number)
         silence, self.silence = self.silence, None
         if silence is not None and silence.attempt == attempt.number:
             self._lessons.was_honest(silence.report, event.quiet_s)
-        by_us, self._continued = self._continued == attempt.number, 0
         loud = silence is not None and silence.loud
         yield note("hang_cleared", loud=loud, quiet_s=event.quiet_s, no_hang=not by_us)
         if incidents.hung is not None:
-            yield w.Close(incidents.hung, "progress came back by itself")
+            yield from incidents.close(incidents.hung, "progress came back by itself")
         record = incidents.active
         may_go_on = not self._attempts.cannot_go_on(attempt) and not incidents.held
         if record is not None and record.trigger == "hang" and may_go_on:
-            yield w.GoOn("false alarm: progress came back by itself")
+            yield from incidents.go_on("false alarm: progress came back by itself")
 
     def confirmed(self, event: m.HangConfirmed) -> Wants:
         attempt, now = self._attempts.live(event.attempt), self._core.now
@@ -129,23 +148,19 @@ class Hangs:
             report = msgspec.structs.replace(report, step=attempt.step)
         if hung is not None and hung.hang is not None and (hung.hang.proven or not report.proven):
             return  # it is known, and not to be acted on
-        yield w.cancel("stacks", "silence")
+        yield cancel("stacks", "silence")
         if report.proven:
             self.silence = None
         if report.kind == "stopped" and self._nodes.left_stopped(attempt.number):
             why = f"{names(report.ranks)} stopped (state T) for {report.quiet_s:.1f} s, and not continued so far"
             report = msgspec.structs.replace(report, why=why)
-        yield w.OpenIncident("hang", f"hang: {report.why}", now - report.quiet_s, hang=report)
+        yield OpenIncident("hang", f"hang: {report.why}", now - report.quiet_s, hang=report)
 
     def progressed(self, event: m.Progressed) -> Wants:
         """The hang watch of a new controller does not know about a hang that was left waiting."""
         hung = self._incidents.hung
         if hung is not None and event.step is not None and (hung.step is None or event.step > hung.step):
-            yield w.Close(hung, "progress came back by itself")
-
-    def restarted(self, want: w.HangRestarted) -> None:
-        """If the next attempt hangs at the same place, the restart did not help."""
-        self._lessons.restarted(want.report)
+            yield from self._incidents.close(hung, "progress came back by itself")
 
     # ----- silence that nothing proves to be a hang -----
 
@@ -168,7 +183,7 @@ class Hangs:
         wakes = [silence.tell_after_s]
         if limit_s is not None and self._incidents.hung is None:
             wakes.append(max(limit_s, self._core.now - silence.since + EARLY_S))
-        yield w.Timer("silence", silence.since + min(wakes))
+        yield Timer("silence", silence.since + min(wakes))
 
     def silence_due(self) -> Wants:
         silence, core = self.silence, self._core
@@ -205,7 +220,7 @@ class Hangs:
         silence.left = True
         comment = f"restarted {policy.TRIES} times here already, and it stands here again"
         report = self._report_of(silence, comment)
-        yield w.OpenWithPlan(
+        yield from self._incidents.open_with_plan(
             "hang",
             f"hang? {report.why}",
             silence.since,
@@ -221,7 +236,7 @@ class Hangs:
         if attempt is None or not self._starts_or_runs(attempt):
             return
         if core.paused or core.mode != "enforce":
-            yield w.LeaveStopped(attempt.number, event.ranks)
+            self._nodes.leave_stopped(attempt.number, event.ranks)
             because = "paused" if core.paused else core.mode
             yield note("ranks_stopped", who=names(event.ranks), one=len(event.ranks) == 1, why=because)
             return
@@ -230,7 +245,7 @@ class Hangs:
             kind="stopped", ranks=event.ranks, quiet_s=event.stopped_s, limit_s=event.stopped_s, phase="", why=why
         )
         # It is on record even if SIGCONT is all that it needs; if it is not, a confirmed hang follows.
-        yield w.OpenWithPlan(
+        yield from self._incidents.open_with_plan(
             "hang",
             why,
             core.now - event.stopped_s,
@@ -238,11 +253,7 @@ class Hangs:
             then="cured",
             hang=report,
         )
-        yield w.ContinueRanks(event.ranks)
-
-    def ranks_woken(self) -> None:
-        """Progress that resumes now does not prove that it was no hang."""
-        self._continued = self._attempts.current.number if self._attempts.current is not None else 0
+        self._nodes.wake(event.ranks, attempt.number, attempt.ranks)
 
     # ----- what happens to the job -----
 

@@ -18,7 +18,7 @@ import dataclasses
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -29,13 +29,23 @@ from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.policy import Plan, RestartBudget
 from supervisor import messages as m
-from supervisor.job import wants as w
-from supervisor.job.attempts import Attempt, Attempts
-from supervisor.job.core import Core, Trigger
+from supervisor.job.attempts import Attempt, Attempts, Space
+from supervisor.job.core import (
+    Core,
+    EndJob,
+    Enter,
+    Form,
+    NextAttempt,
+    OpenIncident,
+    Proceed,
+    Timer,
+    Trigger,
+    Wants,
+    WantsAnd,
+    cancel,
+)
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
-from supervisor.job.silence import Lessons
-from supervisor.job.wants import Wants, WantsAnd
 from supervisor.messages import JobRequeued, Note, Outcome
 from supervisor.notes import note, text_of
 from supervisor.view import IncidentView, utc
@@ -402,20 +412,69 @@ _NAMED_FOLDER = re.compile(r"'((?:/|\.{0,2}/|[\w.-])[^'\n]{0,400})/[^/'\n]*'|(?:
 Conclude = Callable[[Incident], Verdict]
 
 
+PLACES_KEPT = 128
+NEAR_STEPS = 1
+"""Ranks are not seen at the very same moment: a step of the same number may be one off."""
+
+
+class Lessons:
+    """What earlier silences turned out to be, by place. Kept over attempts; replaying the journal brings them back."""
+
+    def __init__(self) -> None:
+        self._needed_s: dict[str, float] = {}
+        self._no_help: dict[tuple[str, int | None], int] = {}
+
+    def was_honest(self, report: HangReport, seconds: float) -> None:
+        """Progress came back by itself."""
+        for place in report.places:
+            self._needed_s[place] = round(max(seconds, self._needed_s.pop(place, 0.0)), 1)
+        _forget_oldest(self._needed_s)
+
+    def needed_s(self, report: HangReport) -> float:
+        """The longest honest wait at this place; 0: there was none."""
+        return max((self._needed_s.get(place, 0.0) for place in report.places), default=0.0)
+
+    def restarted(self, report: HangReport) -> None:
+        """A restart is ordered. If the next attempt stops at this place again, the restart did not help."""
+        for place in _where(report):
+            key = (place, report.step)
+            self._no_help[key] = self._no_help.pop(key, 0) + 1
+        _forget_oldest(self._no_help)
+
+    def did_not_help(self, report: HangReport) -> int:
+        """Restarts at this place and step."""
+        step = report.step
+        steps = [None] if step is None else range(step - NEAR_STEPS, step + NEAR_STEPS + 1)
+        return max(sum(self._no_help.get((place, one), 0) for one in steps) for place in _where(report))
+
+
+def _where(report: HangReport) -> tuple[str, ...]:
+    """The places of a silence. For a proven hang, each place with what is proven: another proof is another problem."""
+    if not report.proven:
+        return report.places or ("",)
+    return tuple(f"{report.kind}: {place}" for place in report.places or (report.place,))
+
+
+def _forget_oldest(kept: dict[str, float] | dict[tuple[str, int | None], int]) -> None:
+    while len(kept) > PLACES_KEPT:
+        del kept[next(iter(kept))]  # type: ignore[arg-type]
+
+
 class Incidents:
     def __init__(
         self,
         core: Core,
         nodes: Nodes,
         attempts: Attempts,
+        space: Space,
         scheduler: SchedulerRequests,
-        lessons: Lessons,
         conclude: Conclude,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
-        self._scheduler, self._lessons = scheduler, lessons
+        self._space, self._scheduler = space, scheduler
         self._conclude_by = conclude
         self.log = IncidentLog()
+        self.lessons = Lessons()
         self.budget = RestartBudget(core.spec.max_restarts)
         self.active: IncidentRecord | None = None
         """The incident being handled; set only while DIAGNOSING or RECOVERING."""
@@ -472,7 +531,7 @@ class Incidents:
 
     # ----- opening and closing -----
 
-    def open_incident(self, want: w.OpenIncident) -> Wants:
+    def open_incident(self, want: OpenIncident) -> Wants:
         """Something broke the current attempt. One incident takes all that belongs together."""
         attempt, core = self._attempts.current, self._core
         if attempt is None or attempt.over or core.state not in ("STARTING", "RUNNING", "DIAGNOSING", "RECOVERING"):
@@ -502,12 +561,12 @@ class Incidents:
                     record.launcher_code = want.launcher.code
             yield from self._gather_or_conclude(record)
 
-    def _diagnose(self, want: w.OpenIncident, attempt: Attempt) -> WantsAnd[IncidentRecord]:
+    def _diagnose(self, want: OpenIncident, attempt: Attempt) -> WantsAnd[IncidentRecord]:
         """A new incident, to be diagnosed now."""
         record = yield from self._open(want.trigger, want.text, want.failed_at, attempt, want.hang, want.quiet)
         self.active, attempt.broke_at = record, record.failed_at
-        yield w.Enter("DIAGNOSING")
-        yield w.cancel("form", "start", "stood", "settle")
+        yield Enter("DIAGNOSING")
+        yield cancel("form", "start", "stood", "settle")
         return record
 
     def _open(
@@ -522,9 +581,9 @@ class Incidents:
         now, new = self._core.now, self.log.next_id()
         if trigger not in ("signal", "device"):
             for old in self.log.open_failures():
-                yield from self._close(old, f"attempt {attempt.number} failed too: {new}")
+                yield from self.close(old, f"attempt {attempt.number} failed too: {new}")
             for old in self.log.open_degradations():
-                yield from self._close(old, f"the attempt broke: {new}")
+                yield from self.close(old, f"the attempt broke: {new}")
         record = IncidentRecord(
             id=new,
             opened_at=now,
@@ -539,57 +598,66 @@ class Incidents:
         yield note("incident_opened", incident=record.id, loud=not (quiet or record.stops_nothing), what=text)
         return record
 
-    def open_with_plan(self, want: w.OpenWithPlan) -> Wants:
-        """An incident that stops nothing: diagnosed at once, and nothing more is done."""
+    def open_with_plan(
+        self,
+        trigger: Trigger,
+        text: str,
+        failed_at: float,
+        *,
+        why: str,
+        then: Literal["degraded", "left_to_people", "cured"],
+        hang: HangReport | None = None,
+        further: int = 0,
+    ) -> Wants:
+        """An incident that stops nothing: diagnosed at once, and nothing more is done, for the reason `why`.
+
+        `then`: it lasts and the run goes on; it lasts until somebody acts; what it needed is done already. `further`:
+        failures of the same kind that it takes along.
+        """
         attempt = self._attempts.current
         assert attempt is not None
-        record = yield from self._open(want.trigger, want.text, want.failed_at, attempt, want.hang)
-        if want.then != "cured":
+        record = yield from self._open(trigger, text, failed_at, attempt, hang)
+        if then != "cured":
             record.keep_evidence(attempt.evidence.values())
         record.verdict = self._verdict(record, attempt)
         record.mark("diagnose", self._core.now)
-        record.plan = Plan(kind="ignore", why=want.why, counts=False)
-        record.further_failures = want.further
-        if want.then == "degraded":
-            yield note(
-                "incident_goes_on", incident=record.id, loud=True, what=record.verdict.why.rstrip("."), why=want.why
-            )
-        elif want.then == "left_to_people":
-            yield note("left_waiting", incident=record.id, loud=True, why=want.why)
+        record.plan = Plan(kind="ignore", why=why, counts=False)
+        record.further_failures = further
+        if then == "degraded":
+            yield note("incident_goes_on", incident=record.id, loud=True, what=record.verdict.why.rstrip("."), why=why)
+        elif then == "left_to_people":
+            yield note("left_waiting", incident=record.id, loud=True, why=why)
             self._hung = record
         else:
-            yield from self._close(record, want.why, loud=True)
+            yield from self.close(record, why, loud=True)
 
-    def degraded_further(self, want: w.DegradedFurther) -> Wants:
+    def degraded_further(self, record: IncidentRecord, count: int, text: str) -> Wants:
         """More of the same within an open incident that stops nothing."""
-        record, attempt = want.record, self._attempts.current
+        attempt = self._attempts.current
         assert attempt is not None
-        record.further_failures += want.count
+        record.further_failures += count
         record.verdict = self._verdict(record, attempt)
-        yield note("incident_more", incident=record.id, loud=True, what=want.text)
+        yield note("incident_more", incident=record.id, loud=True, what=text)
 
-    def close(self, want: w.Close) -> Wants:
-        yield from self._close(want.record, want.text, want.loud)
-
-    def _close(self, record: IncidentRecord, why: str, loud: bool = False) -> Wants:
+    def close(self, record: IncidentRecord, why: str, loud: bool = False) -> Wants:
         if record.closed_at is None:
             record.close(self._core.now, why)
             yield note("incident_closed", incident=record.id, loud=loud, why=why)
 
-    def close_failures(self, want: w.CloseFailures) -> Wants:
+    def close_failures(self, text: str) -> Wants:
         for record in self.log.open_failures():
-            yield from self._close(record, want.text)
+            yield from self.close(record, text)
 
-    def go_on(self, want: w.GoOn) -> Wants:
+    def go_on(self, text: str) -> Wants:
         """The active incident was a false alarm, or nothing is to be done: the attempt goes on."""
         if self.active is not None:
-            yield from self._go_on(self.active, want.text)
+            yield from self._go_on(self.active, text)
 
     def _go_on(self, record: IncidentRecord, why: str) -> Wants:
-        yield from self._close(record, why)
+        yield from self.close(record, why)
         self.active, self.approval_wanted, self.held = None, False, ""
-        yield w.cancel("evidence", "hold")
-        yield w.Enter("RUNNING")
+        yield cancel("evidence", "hold")
+        yield Enter("RUNNING")
 
     def node_back(self, name: str) -> Wants:
         """A node was only silent. If nothing has been decided yet, no restart is needed."""
@@ -609,7 +677,7 @@ class Incidents:
         if piece.attempt != attempt.number:
             yield from self._late_evidence(piece)
         elif attempt.keep_evidence(piece):
-            yield w.StepsSeen(piece)
+            yield from self._attempts.steps_in_evidence(piece)
             if self.active is not None and self.active.verdict is None:
                 self.active.keep_evidence(attempt.evidence.values())
             for finding in piece.findings:
@@ -621,16 +689,16 @@ class Incidents:
         self.log.add_finding(finding)
         yield from self._late_finding(finding)
 
-    def take_stacks(self, want: w.TakeStacks) -> Wants:
-        """Only a stack that stays the same tells something, so they are taken again while a suspicion lasts."""
+    def take_stacks(self, ranks: tuple[int, ...]) -> None:
+        """Of all members, those with these ranks first.
+
+        Only a stack that stays the same tells something, so they are taken again while a suspicion lasts.
+        """
         attempt = self._attempts.current
         assert attempt is not None
         attempt.drop_evidence_between(1, attempt.stacks_request)
-        attempt.stacks_request = yield from self._ask(self._witnesses(attempt, want.ranks), HANG_BUDGET_S, flight=True)
-
-    def _ask(self, nodes: Iterable[str], budget_s: float, flight: bool = False) -> WantsAnd[int]:
-        yield w.AskForEvidence(tuple(nodes), budget_s, flight)
-        return self._nodes.request_number
+        witnesses = self._witnesses(attempt, ranks)
+        attempt.stacks_request = self._nodes.ask_for_evidence(witnesses, HANG_BUDGET_S, flight=True)
 
     def _witnesses(self, attempt: Attempt, ranks: Iterable[int] = ()) -> list[str]:
         """Members to be asked, those with these ranks first."""
@@ -676,9 +744,9 @@ class Incidents:
     def _gather(self, record: IncidentRecord, asked: Iterable[str], budget_s: float, flight: bool = False) -> Wants:
         nodes = list(asked)
         if nodes:
-            number = yield from self._ask(nodes, budget_s, flight)
+            number = self._nodes.ask_for_evidence(nodes, budget_s, flight)
             record.awaiting.update((name, number) for name in nodes)
-        yield w.Timer("evidence", self._core.now + budget_s + EVIDENCE_SLACK_S)
+        yield Timer("evidence", self._core.now + budget_s + EVIDENCE_SLACK_S)
         yield from self._conclude_when_ready()
 
     def evidence_due(self) -> Wants:
@@ -699,7 +767,7 @@ class Incidents:
                 return
             missing = sorted({name for name, _ in record.awaiting})[:8]
             yield note("evidence_missing", incident=record.id, nodes=tuple(missing))
-        yield w.cancel("evidence")
+        yield cancel("evidence")
         yield from self._conclude(record, attempt)
 
     def _waits_for_silence(self, record: IncidentRecord, attempt: Attempt) -> WantsAnd[bool]:
@@ -710,7 +778,7 @@ class Incidents:
         if self._verdict(record, attempt).failure_class is not FailureClass.NCCL_NETWORK:
             return False
         record.waited_longer = True
-        yield w.Timer("evidence", record.opened_at + SILENCE_S)
+        yield Timer("evidence", record.opened_at + SILENCE_S)
         return True
 
     # ----- concluding and planning -----
@@ -724,9 +792,9 @@ class Incidents:
         loud = self._launcher_code(record) is None  # torchrun has said itself what is wrong
         said = _of_verdict(verdict)
         yield note("verdict", incident=record.id, loud=loud, **said)
-        yield w.Comment(text_of(note("verdict", incident=record.id, **said)))
+        yield from self._scheduler.comment(text_of(note("verdict", incident=record.id, **said)))
         if self._ran_long_unseen(attempt):
-            yield w.ProgressMade()
+            self.progress_made()
         record.plan = plan = policy.plan(verdict, self._situation(record, verdict, attempt))
         record.attempt_under_review = attempt
         self._remember(verdict, attempt, now)
@@ -770,7 +838,7 @@ class Incidents:
         free = sum(node.name not in attempt.member_set for node in nodes.usable())
         did_not_help = 0
         if record.hang is not None and record.trigger == "hang" and not self._attempts.cannot_go_on(attempt):
-            did_not_help = self._lessons.did_not_help(record.hang)
+            did_not_help = self.lessons.did_not_help(record.hang)
         return policy.Situation(
             incident=record.id,
             at=now,
@@ -836,13 +904,13 @@ class Incidents:
             yield from self._go_on(record, f"left alone: {plan.why}")
             if record.hang is not None and record.hang.kind != "traced":
                 self._left_alone = record.hang
-                yield w.Timer("again", self._core.now + EXAMINE_AGAIN_S)
+                yield Timer("again", self._core.now + EXAMINE_AGAIN_S)
         elif self._core.mode == "observe" and not self._core.paused:
             yield from self._only_watch(record, plan, attempt)
         elif self._core.paused or plan.needs_approval:
             self.approval_wanted = True
-            yield w.Enter("RECOVERING")
-            yield from self._wait_for_operator()
+            yield Enter("RECOVERING")
+            yield from self.wait_for_operator()
             kind = "plan_waits_paused" if self._core.paused else "plan_waits"
             yield note(kind, incident=record.id, loud=True)
         else:
@@ -858,15 +926,15 @@ class Incidents:
                 yield from self._go_on(record, f"mode observe: would {plan.kind}")
             return
         why = f"mode observe: would {plan.kind} ({plan.why})"
-        yield w.EndJob(_failure(record, why, record.launcher_code), note("job_ended", why="ends as torchrun would"))
+        yield EndJob(_failure(record, why, record.launcher_code), note("job_ended", why="ends as torchrun would"))
 
     def _leave_hung(self, record: IncidentRecord) -> Wants:
         """A hang that nobody acts on: the incident stays open until progress comes back, or somebody acts."""
         assert record.hang is not None
         record.stood_still = record.hang.proven
         self._hung, self.active, self.approval_wanted, self.held = record, None, False, ""
-        yield w.cancel("evidence", "hold")
-        yield w.Enter("RUNNING")
+        yield cancel("evidence", "hold")
+        yield Enter("RUNNING")
 
     def again_due(self) -> Wants:
         """A hang that was left alone lasts. (Progress would have cancelled this timer.)"""
@@ -875,19 +943,19 @@ class Incidents:
             return
         if hung is not None:
             self._hung, self.active, hung.persists, hung.stood_still = None, hung, True, False
-            yield w.Enter("DIAGNOSING")
+            yield Enter("DIAGNOSING")
             yield from self._gather_or_conclude(hung)
         elif report is not None and not attempt.finishing:
             text, since = f"the hang that was left alone lasts: {report.why}", self._core.now - report.quiet_s
-            record = yield from self._diagnose(w.OpenIncident("hang", text, since, hang=report), attempt)
+            record = yield from self._diagnose(OpenIncident("hang", text, since, hang=report), attempt)
             record.persists = True
             yield from self._gather_or_conclude(record)
 
-    def carry_out(self, want: w.CarryOut) -> Wants:
+    def carry_out(self, *, by_operator: bool = False) -> Wants:
         """An operator's word lets the plan that waits be carried out."""
         record = self.active
         if record is not None and record.plan is not None:
-            yield from self._carry_out(record, record.plan, want.by_operator)
+            yield from self._carry_out(record, record.plan, by_operator)
 
     def _carry_out(self, record: IncidentRecord, plan: Plan, by_operator: bool = False) -> Wants:
         attempt = self._attempts.current
@@ -897,43 +965,43 @@ class Incidents:
                 yield from self._continue_first(record, attempt, stopped)
                 return
         self.approval_wanted = False
-        yield w.cancel("hold")
+        yield cancel("hold")
         if plan.kind == "succeed":
             outcome = Outcome(state="succeeded", exit_code=0, line=f"the run is complete: {plan.why}")
-            yield w.EndJob(outcome, note("job_ended", why=plan.why))
+            yield EndJob(outcome, note("job_ended", why=plan.why))
         elif plan.kind == "stop":
-            yield w.EndJob(_failure(record, plan.why, plan.exit_code), note("job_ended", why=f"stopped: {plan.why}"))
+            yield EndJob(_failure(record, plan.why, plan.exit_code), note("job_ended", why=f"stopped: {plan.why}"))
         elif plan.kind == "hold" and plan.until == "space":
             yield from self._wait_for_space(record, plan)
         elif plan.kind == "hold":
-            yield from self._hold(plan.why)
+            yield from self.hold(plan.why)
             self._breaker_holds = plan.breaker
         else:
             yield from self._restart(record, plan, by_operator)
 
     def _continue_first(self, record: IncidentRecord, attempt: Attempt, ranks: tuple[int, ...]) -> Wants:
         """Ranks that were not to be continued before are continued first: that may be all that they need."""
-        yield w.ContinueRanks(ranks)
+        self._nodes.wake(ranks, attempt.number, attempt.ranks)
         record.plan = Plan(kind="ignore", why=f"{names(ranks)} continued with SIGCONT, no restart", counts=False)
         self._left_alone = record.hang
         yield from self._go_on(record, record.plan.why)
-        yield w.Timer("again", self._core.now + AWAKE_S + 3 * (attempt.seconds_per_step or 0.0))
+        yield Timer("again", self._core.now + AWAKE_S + 3 * (attempt.seconds_per_step or 0.0))
 
     def _restart(self, record: IncidentRecord, plan: Plan, by_operator: bool) -> Wants:
         now = self._core.now
         if record.hang is not None and record.trigger == "hang":
-            yield w.HangRestarted(record.hang)
+            self.lessons.restarted(record.hang)
         if plan.counts:
             if self.budget.next_delay_s(now) is None:
                 why = "the restart budget is spent without progress"
-                yield w.EndJob(_failure(record, why, policy.BUDGET_SPENT), note("job_ended", why=why))
+                yield EndJob(_failure(record, why, policy.BUDGET_SPENT), note("job_ended", why=why))
                 return
             self.budget.charge(now)
-        yield w.CountRestart()
-        yield w.ApproveRequeue(by_operator and plan.kind == "requeue")
+        self._attempts.count_restart()
+        self._scheduler.approve_requeue(by_operator and plan.kind == "requeue")
         yield from self._leave_out(record, plan, by_operator)
         at_once = by_operator and self._core.paused  # nothing would go on by itself after a back-off
-        yield w.NextAttempt(0.0 if at_once else plan.delay_s, by_operator)
+        yield NextAttempt(0.0 if at_once else plan.delay_s, by_operator)
 
     def _leave_out(self, record: IncidentRecord, plan: Plan, by_operator: bool = False) -> Wants:
         cordons = self._nodes.cordons
@@ -943,64 +1011,63 @@ class Incidents:
                 yield note("cordon_vouched", incident=record.id, node=cordon.node)
             elif cordons.of(cordon.node, self._core.now) is None:
                 yield note("cordoned", incident=record.id, loud=True, node=cordon.node, reason=cordon.reason)
-                yield w.AddCordon(cordon, approved=by_operator)
+                yield from self._scheduler.cordon(cordon, approved=by_operator)
 
     def _wait_for_space(self, record: IncidentRecord, plan: Plan) -> Wants:
         """What is left of the attempt ends; nothing is prepared, moved or started before there is room."""
-        yield w.Enter("RECOVERING")
+        yield Enter("RECOVERING")
         self.active = None
-        yield w.WaitForSpace(_folders_named(record.verdict))
-        yield w.Form(self._attempts.next_members())
-        yield from self._wait_for_operator()
-        yield w.Timer("backoff", self._core.now + plan.delay_s)
+        self._space.wait(_folders_named(record.verdict))
+        yield Form(self._attempts.next_members())
+        yield from self.wait_for_operator()
+        yield Timer("backoff", self._core.now + plan.delay_s)
 
     # ----- waiting for an operator -----
 
-    def hold(self, want: w.Hold) -> Wants:
-        yield from self._hold(want.why)
-
-    def _hold(self, why: str) -> Wants:
-        yield w.Enter("RECOVERING")
+    def hold(self, why: str) -> Wants:
+        yield Enter("RECOVERING")
         self.held, self._breaker_holds = why, False
-        yield from self._wait_for_operator()
+        yield from self.wait_for_operator()
         yield note("held", loud=True, why=why, ends_at=self._core.timers.get("hold"))
 
-    def _wait_for_operator(self) -> Wants:
+    def wait_for_operator(self) -> Wants:
         """Not for ever, unless one has paused it: that holds until the next word."""
         limit_s = self._core.spec.hold_limit_s
         self.waits_for_operator_since = self._core.now
         if not self._core.paused and limit_s > 0:
-            yield w.Timer("hold", self._core.now + limit_s)
-
-    def wait_for_operator(self, _: w.WaitForOperator) -> Wants:
-        yield from self._wait_for_operator()
+            yield Timer("hold", self._core.now + limit_s)
 
     def end_hold(self) -> None:
         self.held = ""
 
-    def reject_plan(self, want: w.RejectPlan) -> Wants:
+    def reject_plan(self, why: str) -> Wants:
         self.approval_wanted = False
-        yield from self._hold(want.why)
+        yield from self.hold(why)
 
     # ----- the next attempt -----
 
-    def attempt_begins(self, number: int) -> None:
+    def attempt_begins(self, number: int) -> Wants:
+        self._scheduler.attempt_begins()
+        yield cancel("requeue")
         for record in self.log.open_failures():
             if record.plan is not None:
                 record.mark("decide", self._core.now)
                 record.next_attempt = number
 
-    def mark(self, want: w.Mark) -> None:
+    def mark_phase(self, phase: str) -> None:
         """A phase of the recovery has ended."""
         for record in self.log.open_failures():
             if record.next_attempt is not None:
-                record.mark(want.phase, self._core.now)
+                record.mark(phase, self._core.now)
 
     def progress_made(self) -> None:
+        """The run got further than ever before."""
         self.budget.progressed()
         self._classes.clear()
+        if self._scheduler.progress_made():
+            self._nodes.touch_all()
 
-    def recovered(self, want: w.Recovered) -> Wants:
+    def recovered(self, text: str) -> Wants:
         """The attempt does what it should: what it was restarted for is closed."""
         attempt = self._attempts.current
         assert attempt is not None
@@ -1010,7 +1077,7 @@ class Incidents:
             began = attempt.progress_seen_at if attempt.step is None else attempt.first_at
             further_s = self._count_redone(record, attempt)
             record.mark("first_step", (self._core.now if began is None else began) - further_s)
-            yield from self._close(record, want.text)
+            yield from self.close(record, text)
             yield self._recovered(record, attempt)
 
     def _recovered(self, record: IncidentRecord, attempt: Attempt) -> Note:
@@ -1085,7 +1152,7 @@ class Incidents:
         late = self._core.now > record.phase_ends["diagnose"] + REVIEW_S
         return None if attempt.round is not None and late else record
 
-    def reevaluate(self, _: w.Reevaluate) -> Wants:
+    def reevaluate(self) -> Wants:
         """An operator lets policy act again: late evidence may want another plan."""
         record = self._open_to_review()
         if record is not None and record.late_evidence_reported:
@@ -1162,12 +1229,12 @@ class Incidents:
             record.phase_ends.pop(phase, None)  # of the start that is given up
         record.next_attempt = None
         if attempt.round is not None:
-            yield w.NextAttempt()
+            yield NextAttempt()
             return
-        yield w.Enter("RECOVERING")  # nothing of it has run: the same attempt on other nodes
-        yield w.cancel("form")
-        yield w.Refresh()
-        yield w.Proceed()
+        yield Enter("RECOVERING")  # nothing of it has run: the same attempt on other nodes
+        yield cancel("form")
+        yield from self._attempts.refresh()
+        yield Proceed()
 
     # ----- what happens to the job -----
 
@@ -1199,7 +1266,7 @@ class Incidents:
 
     def forget_attempt(self, why: str) -> None:
         """The journal has lost how it went on."""
-        self.held = ""
+        self.active, self.approval_wanted, self.held = None, False, ""
         for record in self.log.open_failures():
             record.close(self._core.now, why)
 
@@ -1332,7 +1399,7 @@ class Degraded:
             attempt=event.attempt,
             step=event.step,
         )
-        yield w.AddFinding(finding)
+        self._incidents.log.add_finding(finding)
         self._bad_from = event.step if self._bad_from is None else self._bad_from
         yield from self._numbers_bad(finding, since)
 
@@ -1342,7 +1409,7 @@ class Degraded:
         if attempt is None or attempt.over or core.state != "RUNNING" or self._attempts.checkpoints.suspect_open:
             return
         at = min(core.now, max(finding.at, attempt.formed_at))
-        yield w.SuspectFrom(at, attempt.step)
+        self._attempts.checkpoints.suspect_from(at, attempt.step)
         self._numbers_reported += 1
         if self._numbers_reported > NUMBERS_REPORTED:
             return
@@ -1350,17 +1417,18 @@ class Degraded:
         if not since and attempt.step is not None:
             text = f"{text} (step {attempt.step})"
         why = "No restart. Checkpoints written from now on are used only if no other is left"
-        yield w.OpenWithPlan("signal", text, at, why=why, then="degraded")
+        yield from self._incidents.open_with_plan("signal", text, at, why=why, then="degraded")
 
     def _numbers_good(self, step: int | None) -> Wants:
         """NaN weights never give a number again, so checkpoints from now on are as good as before."""
         self._bad_from = None
-        yield w.TrustAgain()
+        self._attempts.checkpoints.trust_again()
         record = self._incidents.degraded_by("signal")
         if record is not None:
-            yield w.Close(record, "the loss is a number again" + ("" if step is None else f" (step {step})"))
+            at = "" if step is None else f" (step {step})"
+            yield from self._incidents.close(record, f"the loss is a number again{at}")
 
-    def end(self, outcome: m.Outcome) -> w.WantsAnd[m.Outcome]:
+    def end(self, outcome: m.Outcome) -> WantsAnd[m.Outcome]:
         """A run that ends with NaN weights says so, whatever its exit code is."""
         record = self._incidents.degraded_by("signal")
         suspect = self._attempts.checkpoints.suspect_open
@@ -1368,7 +1436,7 @@ class Degraded:
             return outcome
         since = "" if self._bad_from is None else f" from step {self._bad_from} on"
         text = f"the loss was no number{since}, to the end"
-        yield w.Close(record, text)
+        yield from self._incidents.close(record, text)
         yield note("bad_numbers_to_the_end", incident=record.id, loud=True, from_step=self._bad_from)
         return msgspec.structs.replace(outcome, line=f"{outcome.line}; but {text} ({record.id})"[:500])
 
@@ -1391,7 +1459,7 @@ class Degraded:
             return
         self._failed_devices[key] = finding
         if "device" not in core.timers:
-            yield w.Timer("device", core.now + DEVICE_WAIT_S)
+            yield Timer("device", core.now + DEVICE_WAIT_S)
 
     def device_due(self) -> Wants:
         """All devices that failed within moments are one incident; a storm of failures cordons no node."""
@@ -1406,25 +1474,25 @@ class Degraded:
         if len(fresh) > 1:
             nodes = len({key[0] for key, _ in fresh})
             text += f"; and {len(fresh) - 1} more within moments" + (f", on {nodes} nodes" if nodes > 1 else "")
-        yield w.Timer("degraded", core.now + DEVICE_LASTS_S)
+        yield Timer("degraded", core.now + DEVICE_LASTS_S)
         record = self._incidents.degraded_by("device")
         if record is not None:
-            yield w.DegradedFurther(record, len(fresh), text)
+            yield from self._incidents.degraded_further(record, len(fresh), text)
             return
         why = "No restart: its ranks live and train on. If a rank hangs because of it, the job restarts"
         at = min(one.at or core.now for _, one in fresh)
-        yield w.OpenWithPlan("device", text, at, why=why, then="degraded", further=len(fresh) - 1)
+        yield from self._incidents.open_with_plan("device", text, at, why=why, then="degraded", further=len(fresh) - 1)
 
     def degraded_due(self) -> Wants:
         record = self._incidents.degraded_by("device")
         if record is not None:
-            yield w.Close(record, f"the attempt has trained on for {DEVICE_LASTS_S / 60:.0f} min")
+            yield from self._incidents.close(record, f"the attempt has trained on for {DEVICE_LASTS_S / 60:.0f} min")
 
     # ----- both -----
 
     def attempt_ends(self) -> Wants:
         for record in self._incidents.log.open_degradations():
-            yield w.Close(record, f"attempt {record.attempt} has ended")
+            yield from self._incidents.close(record, f"attempt {record.attempt} has ended")
         self._failed_devices.clear()
         self._devices_reported, self._numbers_reported, self._bad_from = 0, 0, None
-        yield w.cancel("device", "degraded")
+        yield cancel("device", "degraded")

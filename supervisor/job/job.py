@@ -14,10 +14,10 @@ The states (`TRANSITIONS` has the table):
     SUCCEEDED, FAILED, STOPPED
 
 The tables of events, timers and wants (`_events` and what follows it) say who handles what. Each part owns its
-fields, and changes nothing else:
+fields, and changes nothing else; it calls those above it in this list:
 
-    core          state, clock, spec, mode, pause, timers: what all read and only this module changes
-    nodes         which nodes there are, which may be used
+    core          state, clock, spec, mode, pause, timers
+    nodes         which nodes there are, which may be used, whose assignment is to be worked out again
     checkpoints   what was saved, what is suspect
     attempts      forming, starting, running, finishing
     space         waiting for room on disks
@@ -25,12 +25,16 @@ fields, and changes nothing else:
     incidents     from the first sign of a failure to the plan that is carried out
     hangs         hangs, stopped ranks, silence
     degraded      what is wrong while the attempt goes on
-    damage        a journal that has lost something
     operator      commands
     assignments   what each node is told
 
-What a part wants done beyond its own fields it yields as a want (`wants`). `handle` carries out one at a time, with all
-that it leads to, before the part goes on.
+What a part wants of the job, or of a part below it, it yields as a want (`core.Want`). `handle` carries out one at a
+time, with all that it leads to, before the part goes on.
+
+A damaged journal: the intact part was replayed, but the nodes may be further than that. The job does not act on a past
+that it does not know. If ranks may live, and an event or an operator's command may be lost, it pauses and says so. It
+believes what nodes report about their ranks more than the journal: an attempt that is newer than any in the journal is
+taken over as it runs.
 """
 
 from __future__ import annotations
@@ -49,18 +53,41 @@ from recovery.checkpoint import choose as choose_checkpoint
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
 from supervisor import messages as m
 from supervisor.job import view
-from supervisor.job import wants as w
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempt, Attempts, Checkpoints, Choose, Space
-from supervisor.job.core import EARLY_S, Core, TimerName
-from supervisor.job.damage import Damage
+from supervisor.job.core import (
+    EARLY_S,
+    STOP_GRACE_S,
+    AttemptBegins,
+    Cancel,
+    CloseFailures,
+    Core,
+    EndJob,
+    Enter,
+    Form,
+    GoOn,
+    Hold,
+    LetControllerGo,
+    Mark,
+    NextAttempt,
+    OpenIncident,
+    Proceed,
+    ProgressMade,
+    Recovered,
+    RefreshAndProceed,
+    ReplaceOutcome,
+    Send,
+    Timer,
+    TimerName,
+    Want,
+    Wants,
+    cancel,
+)
 from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Conclude, Degraded, Incidents
 from supervisor.job.nodes import Node, Nodes
-from supervisor.job.operator import STOPPED_EXIT, Operator
+from supervisor.job.operator import Operator
 from supervisor.job.scheduler import SchedulerRequests
-from supervisor.job.silence import Lessons
-from supervisor.job.wants import Want, Wants
 from supervisor.messages import AnyEvent
 from supervisor.node_diff import Difference
 from supervisor.notes import note, text_of
@@ -92,6 +119,8 @@ class InvalidTransition(Exception):
         super().__init__(f"{before} -> {after} on {event!r}; before that:{lines}")
 
 
+OURS = "unbroken"
+"""Who paused the job, if no person did."""
 STORY_KEPT = 500
 DIFFERENCES_SHOWN = 4
 """Differences between nodes that are told in one line."""
@@ -122,17 +151,15 @@ class Job:
     """`handle` takes every event in every state: late, repeated and reordered ones are harmless."""
 
     def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
-        lessons = Lessons()
         self.core = core = Core()
         self.nodes = nodes = Nodes(core)
         self.checkpoints = Checkpoints(core, choose)
         self.attempts = attempts = Attempts(core, nodes, self.checkpoints)
         self.space = Space(core, nodes, attempts)
         self.scheduler = SchedulerRequests(core, nodes, attempts)
-        self.incidents = Incidents(core, nodes, attempts, self.scheduler, lessons, conclude)
-        self.hangs = Hangs(core, nodes, attempts, self.incidents, lessons)
+        self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, conclude)
+        self.hangs = Hangs(core, nodes, attempts, self.incidents)
         self.degraded = Degraded(core, attempts, self.incidents)
-        self.damage = Damage(core, attempts)
         self.operator = Operator(core, nodes, attempts, self.incidents, self.scheduler, self.space)
         self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space)
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
@@ -143,10 +170,12 @@ class Job:
         self._skew_reported: set[tuple[str, ...]] = set()
         self._spec_open = False
         """Started again by the scheduler: the next spec is the job's."""
+        self._commands_kept = False
+        """The newest damage of the journal cannot have hit an operator's command."""
         self._event: m.AnyEvent = m.ControllerStarted(at=0.0, epoch=0)
         self._actions: list[m.Action] = []
         self.event_handlers, self.timer_handlers = self._events(), self._timers()
-        self.want_handlers = {**self._own_wants(), **self._wants_of_parts()}
+        self.want_handlers = self._wants()
 
     # ----- who handles what -----
 
@@ -220,81 +249,32 @@ class Job:
             "end": self._end_due,  # the end of the job waits for no node any more
         }
 
-    def _own_wants(self) -> dict[type[Want | m.Note], Handler]:
+    def _wants(self) -> dict[type[Want | m.Note], Handler]:
+        incidents = self.incidents
         return {
-            # the job itself
             m.Note: self._add_note,
-            w.Enter: self._enter,
-            w.Timer: self._set_timer,
-            w.Cancel: self._cancel,
-            w.Send: lambda want: self._actions.append(want.action),
-            w.Reassign: lambda want: self.assignments.touch(want.nodes),
-            w.ReassignAll: lambda _: self.assignments.touch_all(),
-            w.ReassignMembers: lambda want: self.assignments.touch_members(want.nodes),
-            w.Pause: self._pause,
-            w.ResumeJob: self._resume,
-            w.ActAgain: self._act_again,
-            w.SetMode: self._set_mode,
-            w.StopJob: self._stop,
-            w.EndJob: self._end,
-            w.ReplaceOutcome: self._replace_outcome,
-            w.Leave: self.scheduler.leave,
-            w.LetControllerGo: self._let_controller_go,
+            Enter: self._enter,
+            Timer: self._set_timer,
+            Cancel: self._cancel,
+            Send: lambda want: self._actions.append(want.action),
             # attempts
-            w.Form: self._form,
-            w.Refresh: self.attempts.refresh,
-            w.Proceed: self._proceed,
-            w.RefreshAndProceed: self._refresh_and_proceed,
-            w.NextAttempt: self._next_attempt,
-            w.CountRestart: lambda _: self.attempts.count_restart(),
-            w.AttemptBegins: self._attempt_begins,
-            w.StepsSeen: lambda want: self.attempts.steps_in_evidence(want.evidence),
-            w.ProgressMade: self._progress_made,
-            w.ForgetAttempt: self._forget_attempt,
-            w.AttemptsBeen: lambda want: self.attempts.set_numbers_from(want.number),
-            w.BeginAdopted: self._begin_adopted,
-            w.AdoptRanks: self._adopt_ranks,
-        }
-
-    def _wants_of_parts(self) -> dict[type[Want | m.Note], Handler]:
-        return {
+            Form: self._form,
+            Proceed: self._proceed,
+            RefreshAndProceed: lambda _: self._refresh_and_proceed(),
+            NextAttempt: self._next_attempt,
+            AttemptBegins: lambda want: incidents.attempt_begins(want.number),
             # incidents
-            w.OpenIncident: self.incidents.open_incident,
-            w.OpenWithPlan: self.incidents.open_with_plan,
-            w.DegradedFurther: self.incidents.degraded_further,
-            w.AddFinding: lambda want: self.incidents.log.add_finding(want.finding),
-            w.TakeStacks: self.incidents.take_stacks,
-            w.AskForEvidence: self._ask_for_evidence,
-            w.Mark: self.incidents.mark,
-            w.Recovered: self.incidents.recovered,
-            w.Close: self.incidents.close,
-            w.CloseFailures: self.incidents.close_failures,
-            w.GoOn: self.incidents.go_on,
-            w.Hold: self.incidents.hold,
-            w.WaitForOperator: self.incidents.wait_for_operator,
-            w.RestartByOperator: lambda _: self.incidents.restart_by_operator(),
-            w.CarryOut: self.incidents.carry_out,
-            w.RejectPlan: self.incidents.reject_plan,
-            w.Reevaluate: self.incidents.reevaluate,
-            w.HangRestarted: self.hangs.restarted,
-            # nodes, disks, checkpoints
-            w.ContinueRanks: self._wake_ranks,
-            w.LeaveStopped: lambda want: self.nodes.leave_stopped(want.attempt, want.ranks),
-            w.ForgetStopped: lambda _: self.nodes.leave_stopped(0, ()),
-            w.WaitForSpace: lambda want: self.space.wait(want.folders),
-            w.EndWaitForSpace: lambda _: self.space.stop_waiting(),
-            w.SuspectFrom: lambda want: self.checkpoints.suspect_from(want.at, want.step),
-            w.TrustAgain: lambda _: self.checkpoints.trust_again(),
-            # the scheduler
-            w.AddCordon: self._add_cordon,
-            w.LiftCordon: self._lift_cordon,
-            w.StartBreakerAnew: lambda _: self.nodes.cordons.start_anew(),
-            w.Comment: self.scheduler.comment,
-            w.ShortOfNodes: self.scheduler.short_of_nodes,
-            w.ApproveRequeue: self.scheduler.approve_requeue,
-            w.TakeBackRequeue: self.scheduler.take_back_requeue,
-            w.EndRequeued: self.scheduler.end_requeued,
-            w.LookWhetherAgain: lambda _: self.scheduler.look_whether_again(),
+            OpenIncident: incidents.open_incident,
+            GoOn: lambda want: incidents.go_on(want.text),
+            Hold: lambda want: incidents.hold(want.why),
+            Mark: lambda want: incidents.mark_phase(want.phase),
+            ProgressMade: lambda _: incidents.progress_made(),
+            Recovered: lambda want: incidents.recovered(want.text),
+            CloseFailures: lambda want: incidents.close_failures(want.text),
+            # the end
+            EndJob: self._end,
+            ReplaceOutcome: self._replace_outcome,
+            LetControllerGo: self._let_controller_go,
         }
 
     # ----- the loop -----
@@ -335,7 +315,7 @@ class Job:
         if note.loud:
             self.assignments.add_notice(text)
 
-    def _enter(self, want: w.Enter) -> None:
+    def _enter(self, want: Enter) -> None:
         before = self.core.state
         if want.state == before:
             return
@@ -343,18 +323,18 @@ class Job:
             raise InvalidTransition(before, want.state, self._event, self.story)
         self.core.state = want.state
 
-    def _set_timer(self, want: w.Timer) -> None:
+    def _set_timer(self, want: Timer) -> None:
         if self.core.timers.get(want.name) != want.at:
             self.core.timers[want.name] = want.at
             self._actions.append(m.SetTimer(timer=want.name, at=want.at))
 
-    def _cancel(self, want: w.Cancel) -> None:
+    def _cancel(self, want: Cancel) -> None:
         for timer in want.names:
             if self.core.timers.pop(timer, None) is not None:
                 self._actions.append(m.SetTimer(timer=timer, at=None))
 
     def _cancel_all(self) -> None:
-        self._cancel(w.Cancel(tuple(self.core.timers)))  # type: ignore[arg-type]  # names of `TimerName` all
+        self._cancel(Cancel(tuple(self.core.timers)))  # type: ignore[arg-type]  # names of `TimerName` all
 
     def _timer_fired(self, event: m.TimerFired) -> Wants | None:
         due = self.core.timers.get(event.timer)
@@ -374,7 +354,7 @@ class Job:
             if core.epoch:
                 yield note("controller_restarted", epoch=event.epoch)
             core.epoch = event.epoch
-            yield w.cancel("again", "stacks", "silence")
+            yield cancel("again", "stacks", "silence")
             self.hangs.controller_started()
         yield from self._give_agents_time()
         self._actions += [m.SetTimer(timer=timer, at=at) for timer, at in core.timers.items()]
@@ -382,24 +362,89 @@ class Job:
         self.assignments.forget_sent(node.name for node in self.nodes)
         self.scheduler.give_again()
         self._actions += [m.OpinionWanted(incident=name) for name in self.incidents.log.opinions_unanswered()]
-        self.assignments.touch_all()
+        self.nodes.touch_all()
         if core.is_over:
             core.controller_may_go = False
-            yield w.Leave()
+            yield from self.scheduler.leave()
 
     def _give_agents_time(self) -> Wants:
         """No limit on an attempt's start runs out before the agents could tell this controller how far it is."""
         limits: tuple[TimerName, ...] = ("form", "start", "evidence")
         for timer in limits:
             if timer in self.core.timers:
-                yield w.Timer(timer, max(self.core.timers[timer], self.core.now + HEARD_S))
+                yield Timer(timer, max(self.core.timers[timer], self.core.now + HEARD_S))
 
     def _journal_stalled(self, event: m.JournalStalled) -> Wants:
         yield note("journal_stalled", loud=True, seconds=event.seconds)
 
     def _journal_damaged(self, event: m.JournalDamaged) -> Wants:
-        yield from self.damage.journal_damaged(event)
+        self._commands_kept = not event.orders
+        self.attempts.set_numbers_from(event.attempt)
+        yield note("journal_damaged", loud=True, lost=event.lost or None, what=event.what)
+        fits = self._fits(event)
+        if event.events and not fits:
+            self._forget_attempt("the journal has lost how it went on")
+        if event.living and not self.is_over and (event.orders or not fits):
+            what = "an operator's command may be lost" if fits else "it is not known what was decided since"
+            yield from self._pause_for_damage(f"the journal was damaged, and {what}")
         yield from self._give_agents_time()
+
+    def _fits(self, event: m.JournalDamaged) -> bool:
+        """Whether the replay ends in the state that the nodes were assigned."""
+        attempt = self.attempt
+        number, formed = (attempt.number, attempt.round is not None) if attempt is not None else (0, False)
+        if not event.events:  # decisions may be lost: then it has come further than they tell
+            return (number, formed) >= (event.attempt, event.formed)
+        return (number, formed, self.is_over) == (event.attempt, event.formed, event.ended)
+
+    def _pause_for_damage(self, reason: str) -> Wants:
+        if not self.paused:
+            command = m.OperatorCommand(at=self.now, command="pause", reason=reason, by=OURS)
+            yield from self.operator.pause_job(command)
+        yield note("paused_for", loud=True, reason=reason)
+
+    def _forget_attempt(self, why: str) -> None:
+        """Nodes are left as they are until they have told what they have."""
+        core = self.core
+        self.attempts.forget_current()
+        self.incidents.forget_attempt(why)
+        core.state, core.outcome, core.ended_at, core.controller_may_go = "IDLE", None, None, False
+        self._cancel_all()
+        self.nodes.touch_all()
+
+    def _is_unknown(self, event: m.WorkersStarted) -> bool:
+        """Whether the journal does not know the attempt of these ranks, or has lost its start."""
+        attempt = self.attempt
+        known = max(attempt.number if attempt is not None else 0, self.attempts.numbers_from)
+        if self.is_over or not event.ranks or event.attempt < known:
+            return False
+        return self._is_other(event) or (attempt is not None and attempt.adopted and not attempt.over)
+
+    def _is_other(self, event: m.WorkersStarted) -> bool:
+        """The attempt of these ranks is newer than the current one, which may not even have started."""
+        attempt = self.attempt
+        if attempt is None or event.attempt > attempt.number:
+            return True
+        return attempt.round is None and not attempt.over
+
+    def _adopt(self, event: m.WorkersStarted) -> Wants:
+        """Take the running attempt over as it is."""
+        if self._is_other(event):
+            number, pause = event.attempt, self.core.pause
+            self._forget_attempt(f"ranks of attempt {number} run, of which the journal does not tell")
+            yield note("attempt_adopted", attempt=number)
+            self.attempts.begin_adopted(number)
+            self.core.state = "RUNNING"
+            if not self._commands_kept:
+                why = "the journal does not tell of the attempt that runs: an operator's command may be lost as well"
+                yield from self._pause_for_damage(why)
+            elif pause is not None and pause.by == OURS:
+                self.core.pause = None  # nothing can have been lost
+                yield note("acts_again", loud=True)
+        # Nothing changes for the other nodes: telling all of them for each that reports would cost the square.
+        speaker = self.assignments.speaker
+        self.attempts.adopt(event)
+        self.nodes.touch(event.node, speaker, self.assignments.speaker)
 
     def _pace_learned(self, _: m.PaceLearned) -> None:
         """Of an older journal: places in the code are remembered now."""
@@ -418,7 +463,7 @@ class Job:
             if event.spec != core.spec:
                 yield note("spec_differs", what=_first_difference(event.spec, core.spec, event.node))
             return
-        yield w.Proceed()
+        yield Proceed()
 
     @property
     def goes_on_when_requeued(self) -> bool:
@@ -444,7 +489,7 @@ class Job:
         yield from self.incidents.started_again(event, lost)
         self.scheduler.end_life()
         core.state, core.outcome, core.ended_at, core.controller_may_go = "IDLE", None, None, False
-        core.stop_signal, core.grace_s = "SIGTERM", w.STOP_GRACE_S
+        core.stop_signal, core.grace_s = "SIGTERM", STOP_GRACE_S
         self.space.stop_waiting()
         self.nodes.begin_life()
         self.attempts.begin_life()
@@ -458,12 +503,12 @@ class Job:
         back = known is not None and not known.present
         node = self.nodes.join(event)
         self.assignments.forget_sent([node.name])  # whatever it was told before, tell it again
-        self.assignments.touch([node.name])
+        self.nodes.touch(node.name)
         if known is None or back:
             yield note("node_back" if back else "node_joined", node=node.name, host=node.host)
         if back and not event.host:
             yield from self.incidents.node_back(node.name)
-        yield w.RefreshAndProceed()
+        yield from self._refresh_and_proceed()
 
     def _node_quiet(self, event: m.NodeQuiet) -> None:
         self.nodes.set_quiet(event.node, event.at - event.silent_s if event.silent_s else None)
@@ -496,7 +541,7 @@ class Job:
             yield note("node_lost", loud=True, node=lost_names[0], why=why)
         else:
             yield note("nodes_lost", loud=True, count=len(lost), nodes=lost_names[:NODES_SHOWN], why=why)
-        yield w.Leave()
+        yield from self.scheduler.leave()
         attempt = self.attempt
         members = tuple(name for name in lost_names if attempt is not None and name in attempt.member_set)
         if attempt is None or attempt.over or not members:
@@ -504,18 +549,18 @@ class Job:
         if attempt.finishing:
             yield from self.attempts.finish()  # its ranks ended well: nothing of the work is lost with it
         elif self.state == "RECOVERING" and not self.incidents.approval_wanted:
-            yield w.RefreshAndProceed()
+            yield from self._refresh_and_proceed()
         else:
             at, more = self.core.now - silent_s, ", ..." if len(members) > NODES_SHOWN else ""
             text = f"node {members[0]} was lost ({why})"
             if len(members) > 1:
                 text = f"{len(members)} nodes were lost ({', '.join(members[:NODES_SHOWN])}{more}: {why})"
-            yield w.OpenIncident("node_lost", text, at, node=members[0], nodes=members)
+            yield OpenIncident("node_lost", text, at, node=members[0], nodes=members)
 
     def _node_done(self, event: m.NodeDone) -> Wants:
         if self.nodes.get(event.node) is not None:
             self.nodes.set_done(event.node)
-            yield w.Leave()
+            yield from self.scheduler.leave()
 
     def _versions_compared(self, event: m.VersionsCompared) -> Wants:
         """Told once for each set of values: that one more node has one of them is no news."""
@@ -537,8 +582,8 @@ class Job:
     # ----- events: an attempt -----
 
     def _workers_started(self, event: m.WorkersStarted) -> Wants:
-        if self.damage.is_unknown(event):
-            yield from self.damage.adopt(event)
+        if self._is_unknown(event):
+            yield from self._adopt(event)
         else:
             yield from self.attempts.workers_started(event)
 
@@ -550,9 +595,9 @@ class Job:
         new_folders = self.checkpoints.add(event, self.attempt.step if self.attempt is not None else None)
         yield from self.attempts.saved(event.checkpoints)
         if new_folders:
-            self.assignments.touch_all()
+            self.nodes.touch_all()
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self.incidents.approval_wanted):
-            yield w.Refresh()
+            yield from self.attempts.refresh()
 
     def _stragglers_seen(self, event: m.StragglersSeen) -> Wants:
         """Told and shown, and nothing is done about it: whether to go on without a slow rank is for people to say."""
@@ -572,8 +617,8 @@ class Job:
         piece, attempt = event.evidence, self.attempt
         if self.nodes.get(piece.node) is None or attempt is None:
             return
-        if piece.attempt == attempt.number and self.nodes.take_evidence(piece):
-            self.assignments.touch([piece.node])
+        if piece.attempt == attempt.number:
+            self.nodes.take_evidence(piece)
         yield from self.incidents.evidence_arrived(piece)
 
     def _finding_arrived(self, event: m.FindingArrived) -> Wants:
@@ -585,7 +630,6 @@ class Job:
             yield from self._findings(event.node, event.findings)
 
     def _findings(self, node: str, findings: Sequence[Finding]) -> Wants:
-        self.assignments.touch([node])
         for finding in findings:
             yield from self.incidents.finding_arrived(finding)
             if finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
@@ -606,10 +650,10 @@ class Job:
 
     def _backoff_due(self) -> Wants:
         yield from self.space.go_on_with_room()
-        yield w.Proceed()
+        yield Proceed()
 
     def _gather_due(self) -> Wants:
-        yield w.Proceed()
+        yield Proceed()
 
     def _requeue_due(self) -> Wants:
         if self.state == "RECOVERING" and not (self.paused or self.incidents.held or self._must_wait()):
@@ -620,12 +664,12 @@ class Job:
         if core.paused or self.incidents.held or self.incidents.approval_wanted:
             return
         if scheduler.is_requeuing or scheduler.will_ask_again:
-            yield w.Timer("nodes", core.now + spec.wait_for_nodes_s)
+            yield Timer("nodes", core.now + spec.wait_for_nodes_s)
             return
         found, refused = len(self.attempts.next_members()), scheduler.requeue_refused
         why = f"only {found} of {spec.nodes_min} nodes could be used after {spec.wait_for_nodes_s:.0f} s"
         why += f"; {spec.scheduler} does not start the job again: {refused}" if refused else ""
-        yield w.EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), note("job_ended", why=why))
+        yield EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), note("job_ended", why=why))
 
     def _hold_due(self) -> Wants:
         limit_s, held = self.core.spec.hold_limit_s, self.incidents.held
@@ -633,10 +677,10 @@ class Job:
         why = f"nobody decided within {limit} (run.hold_limit_s): {held or 'a plan waited for approval'}"
         if self.space.wanted is not None:
             why = f"no room on disks within {limit} (run.hold_limit_s): {self.space.text}"[:400]
-        yield w.EndJob(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), note("job_ended", why=why))
+        yield EndJob(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), note("job_ended", why=why))
 
     def _end_due(self) -> Wants:
-        yield w.Leave(even_so=True)
+        yield from self.scheduler.leave(even_so=True)
 
     # ----- wants: the next attempt -----
 
@@ -645,155 +689,76 @@ class Job:
         no_room = self.space.wanted is not None and not self.attempts.by_operator
         return self.scheduler.is_requeuing or self.incidents.approval_wanted or no_room
 
-    def _proceed(self, want: w.Proceed) -> Wants | None:
+    def _proceed(self, want: Proceed) -> Wants:
         """Start the next attempt if nothing stands in its way."""
         core = self.core
         if core.state not in ("IDLE", "RECOVERING") or core.defined_at is None or core.is_over:
-            return None
+            return
         if want.by_operator:
             self.attempts.start_by_operator()
         kept_back = core.paused and not self.attempts.by_operator
         if kept_back or self.incidents.held or "backoff" in core.timers or self._must_wait():
-            return None
-        return self.attempts.start_next()
+            return
+        short = yield from self.attempts.start_next()
+        if short is not None:
+            yield from self.scheduler.short_of_nodes(short)
 
-    def _refresh_and_proceed(self, _: w.RefreshAndProceed) -> Wants:
+    def _refresh_and_proceed(self) -> Wants:
         yield from self.space.go_on_with_room()
         if self.state == "RECOVERING" and not self.incidents.approval_wanted:
-            yield w.Refresh()
-        yield w.Proceed()
+            yield from self.attempts.refresh()
+        yield Proceed()
 
-    def _next_attempt(self, want: w.NextAttempt) -> Wants:
+    def _next_attempt(self, want: NextAttempt) -> Wants:
         """End what is left of the current attempt and start the next."""
-        yield w.Enter("RECOVERING")
+        yield Enter("RECOVERING")
         self.incidents.hand_over(want.by_operator)
         self.space.stop_waiting()
-        yield w.cancel("backoff", "gather", "nodes", "hold", "evidence")
-        yield w.Form(self.attempts.next_members())
+        yield cancel("backoff", "gather", "nodes", "hold", "evidence")
+        yield Form(self.attempts.next_members())
         if want.delay_s > 0:
-            yield w.Timer("backoff", self.core.now + want.delay_s)
+            yield Timer("backoff", self.core.now + want.delay_s)
             yield note("attempt_delayed", delay_s=want.delay_s)
-        yield w.Proceed(want.by_operator)
+        yield Proceed(want.by_operator)
 
-    def _form(self, want: w.Form) -> Wants:
+    def _form(self, want: Form) -> Wants:
         """A new attempt: what belongs to the one before ends with it."""
         yield from self.degraded.attempt_ends()
         yield from self.attempts.form(want.members)
         self.checkpoints.begin_attempt()
         self.nodes.begin_attempt()
-        yield w.cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
-        yield w.ReassignAll()
-
-    def _attempt_begins(self, want: w.AttemptBegins) -> Wants:
-        self.scheduler.attempt_begins()
-        yield w.cancel("requeue")
-        self.incidents.attempt_begins(want.number)
-
-    def _progress_made(self, _: w.ProgressMade) -> None:
-        """The run got further than ever before."""
-        self.incidents.progress_made()
-        if self.scheduler.progress_made():
-            self.assignments.touch_all()
-
-    def _forget_attempt(self, want: w.ForgetAttempt) -> None:
-        """Nodes are left as they are until they have told what they have."""
-        core = self.core
-        self.attempts.forget_current()
-        self.incidents.forget_attempt(want.why)
-        core.state, core.outcome, core.ended_at, core.controller_may_go = "IDLE", None, None, False
-        self._cancel_all()
-        self.assignments.touch_all()
-
-    def _begin_adopted(self, want: w.BeginAdopted) -> None:
-        self.attempts.begin_adopted(want.number)
-        self.core.state = "RUNNING"
-
-    def _adopt_ranks(self, want: w.AdoptRanks) -> None:
-        """Nothing changes for the other nodes: telling all of them for each that reports would cost the square."""
-        speaker = self.assignments.speaker
-        self.attempts.adopt(want.event)
-        self.assignments.touch([want.event.node, speaker, self.assignments.speaker])
-
-    # ----- wants: nodes -----
-
-    def _ask_for_evidence(self, want: w.AskForEvidence) -> None:
-        self.assignments.touch(self.nodes.ask_for_evidence(want.nodes, want.budget_s, want.flight))
-
-    def _wake_ranks(self, want: w.ContinueRanks) -> None:
-        assert self.attempt is not None
-        self.assignments.touch(self.nodes.wake(want.ranks, self.attempt.ranks))
-        self.hangs.ranks_woken()
-
-    def _add_cordon(self, want: w.AddCordon) -> Wants:
-        self.nodes.cordons.add(want.cordon)
-        self.assignments.touch([want.cordon.node])
-        yield from self.scheduler.drain(want.cordon, want.approved)
-
-    def _lift_cordon(self, want: w.LiftCordon) -> Wants:
-        cordons, now = self.nodes.cordons, self.core.now
-        lifted = cordons.lift(want.name, want.gpu)
-        if lifted and cordons.of(want.name, now) is not None:
-            return  # for another GPU, so it stays left out and drained
-        cordons.vouch(want.name, now)
-        yield from self.scheduler.undrain(want.name, lifted)
-        if not lifted:
-            yield note("not_cordoned", argument=want.name)
-
-    # ----- wants: who is in charge -----
-
-    def _pause(self, want: w.Pause) -> Wants:
-        self.core.pause = want.command
-        self.attempts.pause()
-        self.nodes.forget_wakes()
-        yield w.cancel("hold")
-        yield w.ReassignAll()
-        yield note(f"paused_{self.state.lower()}")
-
-    def _resume(self, _: w.ResumeJob) -> None:
-        self.core.pause = None
-        self.incidents.end_hold()
-
-    def _act_again(self, _: w.ActAgain) -> None:
-        self.core.pause = None
-
-    def _set_mode(self, want: w.SetMode) -> None:
-        self.core.mode = want.mode
+        yield cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
+        self.nodes.touch_all()
 
     # ----- wants: the end -----
 
-    def _stop(self, want: w.StopJob) -> Wants:
-        """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""
-        self.core.stop_signal = want.signal if want.signal in STOPPED_EXIT else "SIGTERM"
-        outcome = m.Outcome(state="stopped", exit_code=STOPPED_EXIT[self.core.stop_signal], line=want.line)
-        yield w.EndJob(outcome, note("job_ended", why=want.line), grace_s=w.STOP_GRACE_S)
-
-    def _end(self, want: w.EndJob) -> Wants:
+    def _end(self, want: EndJob) -> Wants:
         """The job has ended: tell every node, and go when all of them are done."""
         core = self.core
         outcome = yield from self.degraded.end(want.outcome)
         outcome = self.scheduler.end(outcome)
         if outcome.state == "failed":
-            yield w.Comment(outcome.line)
-        yield w.Enter(_ENDS[outcome.state])
+            yield from self.scheduler.comment(outcome.line)
+        yield Enter(_ENDS[outcome.state])
         core.outcome, core.ended_at, core.grace_s = outcome, core.now, want.grace_s
         self.space.stop_waiting()
         self.attempts.end()
         self.incidents.end(outcome)
         self._cancel_all()
-        yield w.Timer("end", core.now + want.grace_s + END_SLACK_S)
+        yield Timer("end", core.now + want.grace_s + END_SLACK_S)
         yield want.note
-        yield w.ReassignAll()
-        yield w.Leave()
+        self.nodes.touch_all()
+        yield from self.scheduler.leave()
 
-    def _replace_outcome(self, want: w.ReplaceOutcome) -> Wants:
+    def _replace_outcome(self, want: ReplaceOutcome) -> None:
         self.core.outcome = want.outcome
-        yield w.ReassignAll()
+        self.nodes.touch_all()
 
-    def _let_controller_go(self, _: w.LetControllerGo) -> Wants:
+    def _let_controller_go(self, _: LetControllerGo) -> Wants:
         outcome = self.core.outcome
         assert outcome is not None
         self.core.controller_may_go = True
-        yield w.cancel("end")
+        yield cancel("end")
         self._actions.append(m.End(outcome=outcome))
 
     # ----- what others ask -----

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from diagnosis.signals import NodeEvidence
-from recovery.cordon import CordonLedger
+from recovery.cordon import Cordon, CordonLedger
 from supervisor.job.core import Core
 from supervisor.messages import EvidenceRequest, NodeJoined
 
@@ -65,6 +65,13 @@ class Nodes:
         """Of the newest evidence request."""
         self._left_stopped: tuple[int, tuple[int, ...]] = (0, ())
         """An attempt, and its stopped ranks that were not to be continued."""
+        self._continued = 0
+        """The attempt whose stopped ranks were continued with SIGCONT, until progress resumes."""
+        self.touched: set[str] = set()
+        """Nodes whose assignment is to be worked out again."""
+        self.touched_all = False
+        self.touched_members = False
+        """Members were exchanged, and nothing else has changed for any node."""
 
     # ----- queries -----
 
@@ -142,6 +149,22 @@ class Nodes:
 
     # ----- changes -----
 
+    def touch(self, *names: str) -> None:
+        """Their assignments may have changed (`Assignments.settle` works them out)."""
+        self.touched.update(names)
+
+    def touch_all(self) -> None:
+        self.touched_all = True
+
+    def touch_members(self, names: Iterable[str]) -> None:
+        """As `touch_all`, where these members were exchanged and nothing else has changed."""
+        self.touched.update(names)
+        self.touched_members = True
+
+    def cordon(self, cordon: Cordon) -> None:
+        self.cordons.add(cordon)
+        self.touch(cordon.node)
+
     def join(self, event: NodeJoined) -> Node:
         """Register a node, or record that it is back. It keeps its place; without a host nothing else is known."""
         node = self._nodes.get(event.node)
@@ -196,13 +219,12 @@ class Nodes:
             node.quiet_since = self._core.now if node.quiet_since is None else node.quiet_since
         self._revision += 1
 
-    def take_evidence(self, piece: NodeEvidence) -> bool:
-        """False: the node's assignment says already that it arrived."""
+    def take_evidence(self, piece: NodeEvidence) -> None:
+        """The node's assignment says that it arrived."""
         node = self._nodes[piece.node]
-        if piece.request <= node.evidence_seen:
-            return False
-        node.evidence_seen = piece.request
-        return True
+        if piece.request > node.evidence_seen:
+            node.evidence_seen = piece.request
+            self.touch(node.name)
 
     def take_findings(self, name: str, end: int) -> bool:
         """The node's findings before number `end` have arrived. False: they did before, or nobody knows the node."""
@@ -210,31 +232,37 @@ class Nodes:
         if node is None or end <= node.findings_seen:
             return False
         node.findings_seen = end
+        self.touch(name)
         return True
 
-    def ask_for_evidence(self, names: Iterable[str], budget_s: float, flight: bool) -> tuple[str, ...]:
-        """The nodes that are asked."""
+    def ask_for_evidence(self, names: Iterable[str], budget_s: float, flight: bool) -> int:
+        """The number of the request."""
         self.request_number += 1
         request = EvidenceRequest(number=self.request_number, budget_s=budget_s, flight=flight)
-        asked = [node for name in names if (node := self._nodes.get(name)) is not None]
-        for node in asked:
-            node.request = request
-        return tuple(node.name for node in asked)
+        for name in names:
+            if (node := self._nodes.get(name)) is not None:
+                node.request = request
+                self.touch(name)
+        return self.request_number
 
-    def wake(self, ranks: tuple[int, ...], ranks_of: dict[str, tuple[int, ...]]) -> tuple[str, ...]:
-        """Have stopped ranks continued; the nodes that are told."""
-        self._left_stopped = (0, ())
-        woken = []
+    def wake(self, ranks: tuple[int, ...], attempt: int, ranks_of: dict[str, tuple[int, ...]]) -> None:
+        """Have stopped ranks continued with SIGCONT. Progress that resumes then does not prove that it was no hang."""
+        self._left_stopped, self._continued = (0, ()), attempt
         for name, its_ranks in ranks_of.items():
             node = self._nodes.get(name)
             wake = tuple(rank for rank in ranks if rank in its_ranks)
             if node is not None and wake:
                 node.wake, node.wake_number = wake, node.wake_number + 1
-                woken.append(name)
-        return tuple(woken)
+                self.touch(name)
 
     def leave_stopped(self, attempt: int, ranks: tuple[int, ...]) -> None:
         self._left_stopped = (attempt, ranks)
+
+    def progress_resumed(self, attempt: int) -> bool:
+        """No rank is left stopped. True: ranks of this attempt were continued by us."""
+        by_us = self._continued == attempt
+        self._left_stopped, self._continued = (0, ()), 0
+        return by_us
 
     def forget_wakes(self) -> None:
         """Nobody is to be continued any more."""

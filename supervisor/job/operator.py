@@ -13,13 +13,22 @@ from diagnosis.incident import RULE_PREFIX
 from recovery.cordon import Cordon
 from recovery.policy import Mode
 from supervisor import messages as m
-from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts, Space
-from supervisor.job.core import Core
+from supervisor.job.core import (
+    STOP_GRACE_S,
+    Core,
+    EndJob,
+    NextAttempt,
+    Proceed,
+    RefreshAndProceed,
+    Timer,
+    Wants,
+    WantsAnd,
+    cancel,
+)
 from supervisor.job.incidents import IncidentRecord, Incidents
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
-from supervisor.job.wants import Wants, WantsAnd
 from supervisor.notes import note
 from supervisor.view import utc
 
@@ -100,11 +109,19 @@ class Operator:
         if self._core.is_over or self._attempts.is_finishing:
             return
         if self._scheduler.is_requeuing and event.signal != "SIGINT":
-            yield w.EndRequeued()  # the scheduler's way to begin it
+            yield from self._scheduler.end_requeued()  # the scheduler's way to begin it
             return
-        yield w.StopJob(event.signal, f"stopped by {event.signal} on {event.node}{self._scheduler.near_limit()}")
+        yield from self._stop_job(
+            event.signal, f"stopped by {event.signal} on {event.node}{self._scheduler.near_limit()}"
+        )
         if event.signal == "SIGTERM":
-            yield w.LookWhetherAgain()
+            self._scheduler.look_whether_again()
+
+    def _stop_job(self, signal: str, line: str) -> Wants:
+        """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""
+        self._core.stop_signal = signal if signal in STOPPED_EXIT else "SIGTERM"
+        outcome = m.Outcome(state="stopped", exit_code=STOPPED_EXIT[self._core.stop_signal], line=line)
+        yield EndJob(outcome, note("job_ended", why=line), grace_s=STOP_GRACE_S)
 
     # ----- commands -----
 
@@ -126,7 +143,15 @@ class Operator:
         if pause is not None:
             yield note("paused_already", at=pause.at, by=pause.by)
         else:
-            yield w.Pause(event)
+            yield from self.pause_job(event)
+
+    def pause_job(self, command: m.OperatorCommand) -> Wants:
+        self._core.pause = command
+        self._attempts.pause()
+        self._nodes.forget_wakes()
+        yield cancel("hold")
+        self._nodes.touch_all()
+        yield note(f"paused_{self._core.state.lower()}")
 
     def _resume(self, _: m.OperatorCommand) -> Wants:
         core, incidents, space = self._core, self._incidents, self._space
@@ -135,28 +160,29 @@ class Operator:
             return
         if space.wanted is not None and not core.paused:
             yield note("room_doubted")
-            yield w.EndWaitForSpace()
-            yield w.cancel("backoff")
+            space.stop_waiting()
+            yield cancel("backoff")
         if incidents.breaker_tripped:
-            yield w.StartBreakerAnew()
+            self._nodes.cordons.start_anew()
             yield note("breaker_reset")
-        yield w.ResumeJob()
-        yield w.cancel("hold", "nodes", "gather")
-        yield w.ReassignAll()
+        core.pause = None
+        incidents.end_hold()
+        yield cancel("hold", "nodes", "gather")
+        self._nodes.touch_all()
         if core.mode == "enforce" and not incidents.approval_wanted:
-            yield w.Reevaluate()
+            yield from incidents.reevaluate()
         record = incidents.active
         if incidents.approval_wanted and record is not None and record.plan is not None:
             if core.mode != "enforce":
                 plan = record.plan
                 yield note("approval_awaited", about=record.id, plan=plan.kind, why=plan.why)
-                yield w.WaitForOperator()
+                yield from incidents.wait_for_operator()
             else:
-                yield w.CarryOut()
+                yield from incidents.carry_out()
         elif core.state == "RECOVERING" and record is not None:
-            yield w.NextAttempt()  # a hold leaves the broken attempt as it is
+            yield NextAttempt()  # a hold leaves the broken attempt as it is
         else:
-            yield w.RefreshAndProceed()
+            yield RefreshAndProceed()
 
     def _ends_by_itself(self) -> bool:
         """Its work is done: a restart would do it again, and a stop would call it incomplete."""
@@ -168,22 +194,22 @@ class Operator:
         if self._ends_by_itself():
             yield _refuse("ends_by_itself")
         elif self._attempts.current is None or core.state == "IDLE":
-            yield w.Proceed(by_operator=True)
+            yield Proceed(by_operator=True)
             if core.state == "IDLE" and core.paused:
                 yield note("first_attempt_waits", what=self.waiting)
             elif core.state == "IDLE":
                 yield _refuse("nothing_runs_yet", what=self.waiting)
         else:
-            yield w.RestartByOperator()
-            yield w.CountRestart()
-            yield w.NextAttempt(by_operator=True)
+            self._incidents.restart_by_operator()
+            self._attempts.count_restart()
+            yield NextAttempt(by_operator=True)
 
     def _stop(self, event: m.OperatorCommand) -> Wants:
         if self._ends_by_itself():
             yield _refuse("ends_by_itself")
             return
-        yield w.TakeBackRequeue()
-        yield w.StopJob("SIGTERM", f"stopped by an operator{f': {event.reason}' if event.reason else ''}")
+        yield from self._scheduler.take_back_requeue()
+        yield from self._stop_job("SIGTERM", f"stopped by an operator{f': {event.reason}' if event.reason else ''}")
 
     def _cordon(self, event: m.OperatorCommand) -> Wants:
         name, _, gpu = event.argument.partition("/")
@@ -193,16 +219,17 @@ class Operator:
         reason, by = event.reason or "an operator's order", event.by or "operator"
         if not self._scheduler.was_ever_ours(name):
             yield note("node_unknown", loud=True, unknown_node=True, node=name)
-        yield w.AddCordon(Cordon(node=name, gpu=gpu, reason=reason, by=by, at=self._core.now))
+        cordon = Cordon(node=name, gpu=gpu, reason=reason, by=by, at=self._core.now)
+        yield from self._scheduler.cordon(cordon)
         attempt = self._attempts.current
         if attempt is None or attempt.over or name not in attempt.member_set:
             return
         if attempt.round is not None:
             yield note("node_in_use", loud=True, node=name)
         elif self._core.state == "STARTING":
-            yield w.NextAttempt()
+            yield NextAttempt()
         else:
-            yield w.RefreshAndProceed()
+            yield RefreshAndProceed()
 
     def _uncordon(self, event: m.OperatorCommand) -> Wants:
         name, _, gpu = event.argument.partition("/")
@@ -216,28 +243,28 @@ class Operator:
             why = other.reason if other is not None else ""
             yield _refuse("gpu_not_cordoned", place=event.argument, where=where, why=why)
             return
-        yield w.LiftCordon(name, gpu)
+        yield from self._scheduler.lift_cordon(name, gpu)
         left = cordons.of(name, now)
         if left is not None:
             yield note("still_left_out", node=name, place=_place(left), reason=left.reason)
-        yield w.ReassignAll()
-        yield w.RefreshAndProceed()
+        self._nodes.touch_all()
+        yield RefreshAndProceed()
 
     def _mode(self, event: m.OperatorCommand) -> Wants:
         core, incidents = self._core, self._incidents
         if event.argument not in get_args(Mode):
             yield _refuse("mode_unknown", mode=event.argument)
             return
-        yield w.SetMode(event.argument)  # type: ignore[arg-type]
-        yield w.ReassignAll()
+        core.mode = event.argument  # type: ignore[assignment]
+        self._nodes.touch_all()
         record = incidents.active
         if core.mode == "enforce":
             if incidents.hung is not None or "again" in core.timers:
-                yield w.Timer("again", core.now)  # a hang that was only watched
+                yield Timer("again", core.now)  # a hang that was only watched
             if not incidents.approval_wanted:
-                yield w.Reevaluate()
+                yield from incidents.reevaluate()
             elif not core.paused and record is not None and record.plan is not None:
-                yield w.CarryOut()
+                yield from incidents.carry_out()
         elif core.state == "RECOVERING":
             if incidents.approval_wanted:
                 yield note("plan_needs_approval")
@@ -260,13 +287,14 @@ class Operator:
         if event.argument.startswith(RULE_PREFIX):
             return  # that it was decided is on record; the rule is in a file of the job folder
         if (yield from self._waiting_plan(event)) is not None:
-            yield w.CarryOut(by_operator=True)
+            yield from self._incidents.carry_out(by_operator=True)
 
     def _reject(self, event: m.OperatorCommand) -> Wants:
         if event.argument.startswith(RULE_PREFIX):
             return
         if (yield from self._waiting_plan(event)) is not None:
-            yield w.RejectPlan(f"the plan was rejected{f': {event.reason}' if event.reason else ''}")
+            why = f": {event.reason}" if event.reason else ""
+            yield from self._incidents.reject_plan(f"the plan was rejected{why}")
 
 
 def _refuse(kind: str, **arguments: Any) -> m.Note:

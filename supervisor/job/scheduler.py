@@ -17,11 +17,19 @@ from diagnosis.signals import clean_line
 from recovery.cordon import Cordon, drain_reason, may_be_asked
 from recovery.scheduling import PREFIX, RequestOutcome
 from supervisor import messages as m
-from supervisor.job import wants as w
 from supervisor.job.attempts import Attempts
-from supervisor.job.core import Core
+from supervisor.job.core import (
+    Core,
+    EndJob,
+    LetControllerGo,
+    Proceed,
+    ReplaceOutcome,
+    Send,
+    Timer,
+    Wants,
+    cancel,
+)
 from supervisor.job.nodes import Nodes
-from supervisor.job.wants import Wants
 from supervisor.messages import SchedulerRequest
 from supervisor.notes import note
 
@@ -277,9 +285,9 @@ class SchedulerRequests:
     def settle(self) -> Wants:
         """After each event: send what is due."""
         for request in self._queue.take(self._core.now, self._allowed):
-            yield w.Send(request)
+            yield Send(request)
         due = self._queue.next_due(self._allowed)
-        yield w.cancel("orders") if due is None else w.Timer("orders", due)
+        yield cancel("orders") if due is None else Timer("orders", due)
 
     def _allowed(self, pending: PendingRequest) -> bool:
         """While the job is paused only looks, and the end of what has ended; nothing of policy's own unless it is to
@@ -298,12 +306,12 @@ class SchedulerRequests:
         """The controller was replaced: requests that it sent may be lost."""
         self._queue.give_again(self._core.now)
 
-    def comment(self, want: w.Comment) -> Wants:
+    def comment(self, text: str) -> Wants:
         """Put it into the scheduler's record of the job, too."""
         core = self._core
         if core.has_scheduler and not core.paused and core.mode != "observe":
-            line = clean_line(f"{PREFIX} {want.text}", COMMENT_LIMIT).replace('"', "'")
-            yield w.Send(m.SchedulerComment(text=line))
+            line = clean_line(f"{PREFIX} {text}", COMMENT_LIMIT).replace('"', "'")
+            yield Send(m.SchedulerComment(text=line))
 
     # ----- at the end -----
 
@@ -316,26 +324,26 @@ class SchedulerRequests:
         self._queue.hasten(self._core.now)
         return outcome
 
-    def leave(self, want: w.Leave) -> Wants:
-        """Let the controller go, after waiting a while for answers of the scheduler."""
+    def leave(self, *, even_so: bool = False) -> Wants:
+        """Let the controller go as soon as nobody is waited for; `even_so`: whichever node has not answered."""
         core, all_done = self._core, self._nodes.all_done
         if core.outcome is None or core.controller_may_go:
             return
         open_ = self._queue.under_way if self._starts_again else self._queue.open(self._allowed)
-        if not want.even_so and open_:
+        if not even_so and open_:
             if all_done and "last_orders" not in core.timers:
-                yield w.Timer("last_orders", core.now + END_REQUESTS_S)
+                yield Timer("last_orders", core.now + END_REQUESTS_S)
             return
         if not self._starts_again:
             yield from self._give_up()
-        self._waits_for_nobody |= want.even_so
+        self._waits_for_nobody |= even_so
         if self._end_step_for is None and (self._waits_for_nobody or all_done):
             self._end_step_for = self._silent_nodes()
             if self._end_step_for:
-                yield w.Timer("step_end", core.now + LAST_OUTPUT_S)
+                yield Timer("step_end", core.now + LAST_OUTPUT_S)
         if not self._end_step_for and (self._waits_for_nobody or all_done):
-            yield w.LetControllerGo()
-            yield w.cancel("last_orders", "orders")
+            yield LetControllerGo()
+            yield cancel("last_orders", "orders")
 
     def _silent_nodes(self) -> tuple[str, ...]:
         """Nodes whose `unbroken run` may still live, when all other nodes have ended."""
@@ -347,11 +355,11 @@ class SchedulerRequests:
         """Without this the scheduler could wait for their processes for ever: a rebooted node reports nothing."""
         silent, self._end_step_for = self._end_step_for or (), ()
         self._queue.add("end_step", avoid=silent, by_policy=False)
-        yield w.Leave()
+        yield from self.leave()
 
     def last_requests_due(self) -> Wants:
         yield from self._give_up()
-        yield w.Leave()
+        yield from self.leave()
 
     def _give_up(self) -> Wants:
         for pending in self._queue.give_up():
@@ -375,8 +383,9 @@ class SchedulerRequests:
 
     # ----- cordons -----
 
-    def drain(self, cordon: Cordon, approved: bool) -> Wants:
-        """A node was cordoned. `approved`: by policy, and an operator approved it."""
+    def cordon(self, cordon: Cordon, *, approved: bool = False) -> Wants:
+        """Leave a node out from now on, and have it drained. `approved`: by policy, and an operator approved it."""
+        self._nodes.cordon(cordon)
         if not self._core.has_scheduler:
             return
         node = self._name(cordon.node)
@@ -398,10 +407,21 @@ class SchedulerRequests:
             reason=reason,
         )
 
-    def undrain(self, name: str, lifted: bool) -> Wants:
+    def lift_cordon(self, name: str, gpu: str) -> Wants:
+        """An operator's word about a node, or about one GPU's cordon of it."""
+        cordons, now = self._nodes.cordons, self._core.now
+        lifted = cordons.lift(name, gpu)
+        if lifted and cordons.of(name, now) is not None:
+            return  # for another GPU, so it stays left out and drained
+        cordons.vouch(name, now)
+        yield from self._undrain(name, lifted)
+        if not lifted:
+            yield note("not_cordoned", argument=name)
+
+    def _undrain(self, name: str, lifted: bool) -> Wants:
         """An operator says that a node may be used. `lifted`: it was cordoned, and is no longer."""
         if self.drain_requests.pop(name, ""):
-            yield w.Reassign((name,))
+            self._nodes.touch(name)
         if not lifted:
             return
         node, drain = self._name(name), self.drains.pop(name, NOT_DRAINED)
@@ -430,7 +450,7 @@ class SchedulerRequests:
             yield from self._step_answered(event, done)
         else:
             yield from self._node_answered(pending, event, done)
-        yield w.Leave()
+        yield from self.leave()
 
     def _node_answered(self, pending: PendingRequest, event: m.SchedulerAnswered, done: bool) -> Wants:
         request, drains = pending.request, pending.request.kind == "drain"
@@ -448,7 +468,7 @@ class SchedulerRequests:
             state = f"{NOT_DRAINED}: {_why(event.outcome)}"
             left = ""
             if drains and event.outcome == "denied":
-                left = yield from self._ask_root(pending.name, request.reason)
+                left = self._ask_root(pending.name, request.reason)
             why = _why(event.outcome)
             root, nobody = left == "root", left == "nobody"
             yield note(
@@ -457,7 +477,7 @@ class SchedulerRequests:
         if drains and pending.name in self.drains and not self._queue.about(request.node):
             self.drains[pending.name] = state
 
-    def _ask_root(self, name: str, reason: str) -> w.WantsAnd[str]:
+    def _ask_root(self, name: str, reason: str) -> str:
         """Ask root's programs on the node to drain it. `root`: they are asked; `nobody`: the node is gone."""
         if self._nodes.cordons.of(name, self._core.now) is None:
             return ""
@@ -466,7 +486,7 @@ class SchedulerRequests:
         if not self._nodes.is_present(name):
             return "nobody"
         self.drain_requests[name] = reason
-        yield w.Reassign((name,))
+        self._nodes.touch(name)
         return "root"
 
     def _step_answered(self, event: m.SchedulerAnswered, done: bool) -> Wants:
@@ -478,9 +498,9 @@ class SchedulerRequests:
 
     # ----- starting the job again -----
 
-    def short_of_nodes(self, want: w.ShortOfNodes) -> Wants:
+    def short_of_nodes(self, found: int) -> Wants:
         """Fewer nodes can be used than are needed: ask the scheduler to start the job on others, if that is allowed."""
-        core, found = self._core, want.found
+        core = self._core
         asked = self.wants_requeue or "requeue" in core.timers
         enough = found >= max(1, core.spec.nodes_min)
         if self._attempts.current is None or core.state != "RECOVERING" or enough or asked or not self._may_ask:
@@ -489,7 +509,7 @@ class SchedulerRequests:
         if any(not node.present and not node.front_ended and node.name not in cordoned for node in self._nodes):
             wait_s = min(REQUEUE_WAIT_S, core.spec.wait_for_nodes_s / 2)
             yield note("requeue_planned", scheduler=self._scheduler, wait_s=wait_s)
-            yield w.Timer("requeue", core.now + wait_s)
+            yield Timer("requeue", core.now + wait_s)
         else:
             yield from self._ask_requeue(found)
 
@@ -518,31 +538,31 @@ class SchedulerRequests:
         if self._core.is_over:
             yield from self._requeue_answered_late(event)
         elif event.outcome in ("done", "already"):
-            yield from self.end_requeued(w.EndRequeued(event.text))
+            yield from self.end_requeued(event.text)
         elif not done:
             yield note("requeue_later", scheduler=self._scheduler, text=event.text)
-            yield w.Proceed()
+            yield Proceed()
         else:
             self.requeue_refused = f"{_why(event.outcome)} ({event.text or event.outcome})"
             yield note("requeue_refused", loud=True, scheduler=self._scheduler, why=self.requeue_refused)
-            yield w.cancel("nodes")  # they are waited for anew
-            yield w.Proceed()
+            yield cancel("nodes")  # they are waited for anew
+            yield Proceed()
 
     def _requeue_answered_late(self, event: m.SchedulerAnswered) -> Wants:
         """The job has already ended: the scheduler's signal was faster than its answer, or somebody stopped the job."""
         outcome = self._core.outcome
         if outcome is not None and outcome.state == "requeued" and event.text:
             yield note("scheduler_says", loud=True, scheduler=self._scheduler, text=event.text)
-            yield w.ReplaceOutcome(msgspec.structs.replace(outcome, line=f"{outcome.line} ({event.text})"[:500]))
+            yield ReplaceOutcome(msgspec.structs.replace(outcome, line=f"{outcome.line} ({event.text})"[:500]))
         elif event.outcome not in ("done", "already", "unavailable"):
             self._queue.drop_cancel()
 
-    def end_requeued(self, want: w.EndRequeued) -> Wants:
-        """The scheduler starts the job again: this run of it ends."""
+    def end_requeued(self, how: str = "") -> Wants:
+        """The scheduler starts the job again: this run of it ends. `how`: as it says."""
         line = f"requeued: {self._scheduler} starts the job again, and it goes on from here"
-        line = f"{line} ({want.how})"[:500] if want.how else line
+        line = f"{line} ({how})"[:500] if how else line
         outcome = m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line)
-        yield w.EndJob(outcome, note("requeue_happens", what=line))
+        yield EndJob(outcome, note("requeue_happens", what=line))
 
     def look_whether_again(self) -> None:
         """Slurm sends the same signal when it ends a job and when it starts it again (after a preemption, say)."""
@@ -554,9 +574,9 @@ class SchedulerRequests:
         if again and outcome is not None and outcome.state == "stopped":
             line = f"requeued: {self._scheduler} starts the job again, by itself or for somebody else ({outcome.line})"
             yield note("requeue_happens", loud=True, what=line)
-            yield w.ReplaceOutcome(m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line[:500]))
+            yield ReplaceOutcome(m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line[:500]))
 
-    def take_back_requeue(self, _: w.TakeBackRequeue) -> Wants:
+    def take_back_requeue(self) -> Wants:
         """An operator stops a job that is being started again: cancel it, so that it does not come back."""
         if self.may_have_been_asked:
             self._queue.add("cancel", by_policy=False)
@@ -572,8 +592,8 @@ class SchedulerRequests:
 
     # ----- what happens to the job -----
 
-    def approve_requeue(self, want: w.ApproveRequeue) -> None:
-        self._requeue_approved = want.approved
+    def approve_requeue(self, approved: bool) -> None:
+        self._requeue_approved = approved
 
     def attempt_begins(self) -> None:
         self._queue.drop_requeue()

@@ -13,8 +13,8 @@ from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
+from supervisor.job.core import Enter
 from supervisor.job.job import TRANSITIONS, InvalidTransition, Job
-from supervisor.job.wants import Enter
 
 Dice = random.Random
 

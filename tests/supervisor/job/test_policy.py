@@ -110,6 +110,19 @@ def test_an_approval_while_paused_is_an_operators_own_order(slurm: Any) -> None:
     assert [order.node for order in driver.orders] == ["nodeb"]
 
 
+def test_an_approval_ends_with_the_attempt_that_the_journal_has_lost(slurm: Any) -> None:
+    """It would keep the next attempt back, and no command could answer it."""
+    driver = slurm(mode="recommend")
+    driver.crash("b", 2)
+    assert driver.job.view().hold is not None
+    driver.tell(m.JournalDamaged, what="", lost=1, events=True, attempt=2)
+    assert driver.job.view().hold is None
+    driver.order("approve")
+    assert [action.kind for action in driver.actions if isinstance(action, m.Note) and action.refused]
+    driver.order("restart")
+    assert driver.state == "STARTING"
+
+
 def test_a_restart_of_what_never_ran_is_refused(make_driver: Any) -> None:
     driver = make_driver(nodes_min=2, nodes_max=2)
     driver.join("a")

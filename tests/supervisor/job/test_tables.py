@@ -10,9 +10,8 @@ import pytest
 
 import supervisor.job
 from supervisor import messages as m
-from supervisor.job.core import TimerName
+from supervisor.job.core import TimerName, Want
 from supervisor.job.job import Job
-from supervisor.job.wants import Want
 from supervisor.notes import KINDS
 
 SOURCES = sorted(Path(supervisor.job.__file__).parent.glob("*.py"))
