@@ -88,10 +88,10 @@ def load(named: str = "") -> SiteFile:
             raise ConfigError(f"{path}: `limits.{check}` has a number that is not finite")
     tables: dict[str, Any] = {name: content[name] for name in TABLES if name in content}
     if tables:
-        from supervisor.node_health.kernel_log import KernelMonitor
+        from supervisor.node_health.kernel_log import KernelLog
 
         try:
-            KernelMonitor(tables)
+            KernelLog(site=Site(tables=tables))
             rules.packaged().with_site(read.rule)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from None

@@ -293,7 +293,7 @@ class NodeAgent:
         news = self._ranks.stopped != stopped
         if self._progressed != self._ranks.attempt and self._ranks.shows_progress:
             self._progressed, news = self._ranks.attempt, True
-        kernel = self._health.kernel_findings(workers)
+        kernel = self._health.kernel_log.findings(workers)
         self._evidence.note_findings(kernel)  # the verdict scans the end of the ranks' output itself
         found.extend(kernel)
         found.extend(self._health.take())

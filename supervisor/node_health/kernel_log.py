@@ -10,6 +10,7 @@ blocks, and a flood costs no more than its first lines of each poll.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -20,11 +21,12 @@ import stat
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -37,7 +39,7 @@ from diagnosis.signals import Finding, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health.contract import Moment, ProbeContext, Site, recall
-from supervisor.node_health.state import MinuteLimit
+from supervisor.node_health.state import CheckStates, MinuteLimit
 
 DEVICE: Final = "/dev/kmsg"
 FILES: Final = ("/var/log/kern.log", "/var/log/messages", "/var/log/syslog")
@@ -60,6 +62,8 @@ CRASHED_S: Final = 10.0
 """The kernel's line and the end of the process may be this far apart: a core dump takes time."""
 TORCHS_OWN: Final = ("pt_",)
 """Prefixes of the names that torch gives its threads and loader workers."""
+EVENTS_KEPT: Final = 500
+"""More in half a second are one storm."""
 MAX_TEXT: Final = 2000
 """An OOM kill names its victim at the end of a line that begins with two long cgroup paths."""
 
@@ -242,18 +246,45 @@ def may_read_journal(root: Path = Path("/")) -> bool:
 
 
 class KernelLog:
-    """`poll()` gives new lines. `problem` says in words why nothing can be seen, `source` what is read."""
+    """Reads the new lines of the kernel log, and makes one finding of each root cause.
 
-    def __init__(self, path: str, node: str, root: Path = Path("/")) -> None:
+    `problem` says in words why nothing can be seen, `source` what is read.
+    """
+
+    def __init__(
+        self, path: str = "", site: Site | None = None, checks: CheckStates | None = None, root: Path = Path("/")
+    ) -> None:
+        """`path`: empty: nothing is read. `checks`: knows node, GPUs, ranks and steps.
+
+        Raises ValueError, which names the key, for tables of the site that cannot be used.
+        """
         self._path = path
-        self._node = node
+        self._site = Site() if site is None else site
+        self._checks = CheckStates("") if checks is None else checks
         self._root = root
         self._source: _Source | None = None
         self._lost_told = 0
         self.source = ""
         self.problem = ""
+        tables = default_tables().with_site(self._site.tables)
+        rules = kernel_rules.default().with_site(self._site.tables.get("kernel") or {})
+        self._reader, self._reader_of_events = KernelReader(tables, rules), KernelReader(tables, rules)
+        self._causes = Causes()
+        self._last: Signal | None = None
+        """The newest line."""
+        self._warned_at = float("-inf")
+        self._limit = MinuteLimit()
+        self.events: deque[Signal] = deque(maxlen=EVENTS_KEPT)
+        """The driver's own events, which come as lines of the kernel log; the next `findings` has them."""
+        self._began_at = time.time()
+        self._recent: deque[Finding] = deque(maxlen=EVENTS_KEPT)
+        """Within the window of the checks."""
+        self.count = 0
+        """Findings so far."""
         if path:
             self._open(from_end=True)
+
+    # ----- reading -----
 
     @property
     def lost(self) -> int:
@@ -277,80 +308,65 @@ class KernelLog:
         """Another place where the kernel's lines are."""
         program = shutil.which("journalctl")
         if program is not None and may_read_journal(self._root):
-            try:
+            with contextlib.suppress(OSError):
                 journal = _Journal(program)
-            except OSError:
-                pass
-            else:
                 self.source = "journal"
                 return journal
         for name in FILES:
-            try:
+            with contextlib.suppress(OSError):
                 file = _File(str(self._root / name.lstrip("/")), from_end=True, of_all=True)
-            except OSError:
-                continue
-            self.source = name
-            return file
+                self.source = name
+                return file
         return None
 
-    def poll(self, at: float) -> list[Signal]:
-        """New lines since the last poll, at most 2,000. Never blocks."""
-        if self._source is None:
-            if not self._path or self._path == DEVICE or not os.path.exists(self._path):
-                return []
+    def read(self) -> list[str]:
+        """New lines since the last time, at most 2,000. Never blocks."""
+        if self._source is None and self._path not in ("", DEVICE) and os.path.exists(self._path):
             self._open(from_end=False)
-            if self._source is None:
-                return []
+        if self._source is None:
+            return []
         lines = self._source.read()
         if self.lost > self._lost_told:
             log.warning("%d records of the kernel log were lost before they could be read", self.lost - self._lost_told)
             self._lost_told = self.lost
-        return [
-            Signal(source="kernel", text=text, at=at, node=self._node)
-            for line in lines
-            if (text := clean_text(line, MAX_TEXT))
-        ]
+        return [text for line in lines if (text := clean_text(line, MAX_TEXT))]
 
     def close(self) -> None:
         if self._source is not None:
             self._source.close()
             self._source = None
 
+    # ----- findings -----
 
-class KernelMonitor:
-    """Turns lines of the kernel log, and the driver's events, into findings: one for each root cause."""
+    def findings(self, workers: Sequence[WorkerProcess]) -> list[Finding]:
+        """New findings in the log and in the driver's events, with the rank, GPU and step that they concern."""
+        at, mono = time.time(), time.monotonic()
+        lines = [Signal(source="kernel", text=text, at=at, mono=mono) for text in self.read()]
+        found = self.findings_in([*lines, *self.events], workers)
+        self.events.clear()
+        now = time.time()  # a storm goes on for as long as it is reported
+        self._recent.extend(msgspec.structs.replace(finding, at=now) for finding in found)
+        self.count += len(found)
+        return found
 
-    def __init__(self, site: Mapping[str, Any] | None = None) -> None:
-        """`site`: sections `xid`, `sxid` and `kernel` of a site file. Raises ValueError, which names the key."""
-        tables = default_tables().with_site(site or {})
-        rules = kernel_rules.default().with_site((site or {}).get("kernel") or {})
-        self._log = KernelReader(tables, rules)
-        self._events = KernelReader(tables, rules)
-        self._causes = Causes()
-        self._last: Signal | None = None
-        self._warned_at = float("-inf")
-        self._limit = MinuteLimit()
-
-    def findings(self, lines: Iterable[Signal], workers: Iterable[WorkerProcess]) -> list[Finding]:
-        """New findings in these lines, with the ranks that they concern."""
-        workers = tuple(workers)
+    def findings_in(self, lines: Iterable[Signal], workers: Sequence[WorkerProcess] = ()) -> list[Finding]:
+        """The same of these lines. When there are none, what waits for more lines is complete as it is."""
         found: list[Finding] = []
         quiet = True
         for line in lines:
             if line.source == "kernel":
                 quiet, self._last = False, line
-                events = self._log.feed(line.text)
+                events = self._reader.feed(line.text)
             else:
-                events = [*self._events.feed(line.text), *self._events.end()]
-            found += self._findings_of(events, line, workers)
-        if quiet and self._last is not None and self._log.is_open:
-            found += self._findings_of(self._log.end(), self._last, workers)
+                events = [*self._reader_of_events.feed(line.text), *self._reader_of_events.end()]
+            if events:
+                found += self._findings_of(events, line, workers)
+        if quiet and self._last is not None and self._reader.is_open:
+            found += self._findings_of(self._reader.end(), self._last, workers)
         return found
 
-    def _findings_of(
-        self, events: list[KernelEvent], line: Signal, workers: tuple[WorkerProcess, ...]
-    ) -> list[Finding]:
-        ranks = {worker.pid: worker.rank for worker in workers} if events else {}
+    def _findings_of(self, events: list[KernelEvent], line: Signal, workers: Sequence[WorkerProcess]) -> list[Finding]:
+        ranks = {worker.pid: worker.rank for worker in workers}
         found = []
         for event in events:
             rank = ranks.get(event.pid) if event.pid is not None else None
@@ -363,7 +379,7 @@ class KernelMonitor:
                 continue
             if event.kind == "segfault" and workers:  # that it is the job's is known
                 finding = msgspec.structs.replace(finding, confidence=event.confidence)
-            found.append(_placed(finding, line, rank))
+            found.append(self._checks.placed(finding, line, rank))
         return found
 
     def _may_tell(self, finding: Finding, at: float) -> bool:
@@ -373,6 +389,33 @@ class KernelMonitor:
             self._warned_at = at
             log.warning("too many findings in the kernel log, the next are not reported: %s", finding.evidence.text)
         return allowed
+
+    def states(self) -> list[CheckState]:
+        """The states of the checks now, by the findings of the last minutes."""
+        now = time.time()
+        while self._recent and self._recent[0].at < now - longest_s(self._site.limits):
+            self._recent.popleft()
+        if self.problem:
+            worst = [unknown(check.id, self.problem) for check in CHECKS.values()]
+        else:
+            worst = results(self._recent, now, self._site.limits)
+        first = {
+            (CHECKS[finding.failure_class].id, finding.fields.get("device", "")): finding
+            for finding in reversed(self._recent)
+            if finding.failure_class in CHECKS
+        }
+        return [
+            CheckState(
+                result=one,
+                status=one.status,
+                level=one.level,
+                since=began.at if (began := first.get((one.check, one.device))) is not None else self._began_at,
+                looked_at=now,
+                rank=began.rank if began is not None else None,
+            )
+            for one in worst
+            if not any(fnmatchcase(name, pattern) for name in (one.check, KERNEL) for pattern in self._site.skip)
+        ]
 
 
 def whose_crash(event: KernelEvent, at: float, workers: Sequence[WorkerProcess]) -> tuple[bool, int | None]:
@@ -413,19 +456,6 @@ def _processes_above(pid: int) -> list[int]:
     return found
 
 
-def _placed(finding: Finding, line: Signal, rank: int | None) -> Finding:
-    return msgspec.structs.replace(
-        finding,
-        node=line.node,
-        rank=rank if rank is not None else finding.rank,
-        gpu_uuid=finding.gpu_uuid or line.gpu_uuid,
-        step=line.step,
-        mono=line.mono,
-        boot_id=line.boot_id,
-        evidence=msgspec.structs.replace(finding.evidence, node=line.node, rank=rank),
-    )
-
-
 # ----- what it said of late, for a check without an agent -----
 
 RECORDS: Final = 200_000
@@ -433,12 +463,6 @@ RECORDS: Final = 200_000
 READ_S: Final = 3.0
 JOURNAL_S: Final = 6.0
 JOURNAL_LINES: Final = 5000
-
-
-def findings(log_lines: Sequence[Signal], tables: Mapping[str, Any]) -> list[Finding]:
-    """One for each root cause."""
-    monitor = KernelMonitor(tables)
-    return [*monitor.findings(log_lines, ()), *monitor.findings((), ())]  # no more comes: what waits for it is whole
 
 
 def lines(seconds: float, now: Moment) -> list[Signal]:
@@ -497,38 +521,25 @@ DEVICES: Final = 32
 """Of each class."""
 STATE: Final = "kernel_past"
 HALF_A_DAY_S: Final = 43_200.0
-BECAME_WORSE: Final = ("warning", "critical")
-
-WHATS: Final = {
-    FailureClass.GPU_FALLEN_OFF_BUS: "the kernel reported that a GPU has fallen off the bus",
-    FailureClass.GPU_HANG: "the kernel reported that a GPU hangs",
-    FailureClass.GPU_ECC_UNCORRECTABLE: "the kernel reported memory errors of a GPU",
-    FailureClass.NVLINK_ERROR: "the kernel reported NVLink errors",
-    FailureClass.GPU_DRIVER: "the kernel reported a problem of the GPU driver",
-    FailureClass.GPU_THERMAL_POWER: "the kernel reported a problem with the heat or power of a GPU",
-    FailureClass.PCIE_ERROR: "the kernel reported PCIe errors",
-    FailureClass.CPU_OR_MEMORY_HW: "the kernel reported machine checks or memory errors",
-    FailureClass.KERNEL_FAULT: "the kernel reported a fault of its own: a lockup, an oops, hung tasks",
-    FailureClass.NCCL_NETWORK: "the kernel reported a problem of a network device",
-    FailureClass.STORAGE_ERROR: "the kernel reported a problem of a disk or file system",
-}
-_SCOPES: Final[dict[FailureClass, Scope]] = {
-    FailureClass.GPU_FALLEN_OFF_BUS: "gpu",
-    FailureClass.GPU_HANG: "gpu",
-    FailureClass.GPU_ECC_UNCORRECTABLE: "gpu",
-    FailureClass.NVLINK_ERROR: "gpu",
-    FailureClass.GPU_DRIVER: "gpu",
-    FailureClass.GPU_THERMAL_POWER: "gpu",
-    FailureClass.PCIE_ERROR: "node",
-    FailureClass.CPU_OR_MEMORY_HW: "node",
-    FailureClass.KERNEL_FAULT: "node",
-    FailureClass.NCCL_NETWORK: "fabric",
-    FailureClass.STORAGE_ERROR: "storage",
-}
+KERNEL: Final = "kernel_log"
+"""The probe that these checks belong to, whoever makes them."""
+_CLASSES: Final[tuple[tuple[FailureClass, Scope, str], ...]] = (
+    (FailureClass.GPU_FALLEN_OFF_BUS, "gpu", "that a GPU has fallen off the bus"),
+    (FailureClass.GPU_HANG, "gpu", "that a GPU hangs"),
+    (FailureClass.GPU_ECC_UNCORRECTABLE, "gpu", "memory errors of a GPU"),
+    (FailureClass.NVLINK_ERROR, "gpu", "NVLink errors"),
+    (FailureClass.GPU_DRIVER, "gpu", "a problem of the GPU driver"),
+    (FailureClass.GPU_THERMAL_POWER, "gpu", "a problem with the heat or power of a GPU"),
+    (FailureClass.PCIE_ERROR, "node", "PCIe errors"),
+    (FailureClass.CPU_OR_MEMORY_HW, "node", "machine checks or memory errors"),
+    (FailureClass.KERNEL_FAULT, "node", "a fault of its own: a lockup, an oops, hung tasks"),
+    (FailureClass.NCCL_NETWORK, "fabric", "a problem of a network device"),
+    (FailureClass.STORAGE_ERROR, "storage", "a problem of a disk or file system"),
+)
 CHECKS: Final[dict[FailureClass, Check]] = {
     one: Check(
         id=f"kernel_log_{one.value}",
-        what=WHATS[one],
+        what=f"the kernel reported {what}",
         source="/dev/kmsg, else `journalctl -k`",
         threshold="a message in the last {minutes} min, or since the last check; critical: a fatal one, or one after "
         "which the GPU or node is to be left out",
@@ -538,20 +549,8 @@ CHECKS: Final[dict[FailureClass, Check]] = {
         when="periodic",
         calm_looks=1,
     )
-    for one, scope in _SCOPES.items()
+    for one, scope, what in _CLASSES
 }
-
-
-_CLASSES: Final = {check.id: one for one, check in CHECKS.items()}
-KERNEL: Final = "kernel_log"
-"""The probe that these checks belong to, whoever makes them."""
-
-
-class WorstMessage(NamedTuple):
-    """The worst that the kernel reported about one device and failure class."""
-
-    level: Level
-    finding: Finding
 
 
 class KernelMessagesProbe:
@@ -563,50 +562,41 @@ class KernelMessagesProbe:
 
     def look(self, place: ProbeContext, now: Moment) -> list[CheckResult]:
         if not place.live:
-            return _all_not_applicable("`unbroken diagnose` reads the logs of a captured tree")
+            why = "`unbroken diagnose` reads the logs of a captured tree"
+            return [not_applicable(check.id, why) for check in self.checks]
         last = recall(place, STATE, float)
-        last = last if 0 < last < now.mono else 0.0
-        seconds = max(longest_s(place.site.limits), now.mono - last if last else 0.0)
-
+        since_s = now.mono - last if 0 < last < now.mono else 0.0
         try:
-            recent = lines(seconds, now)
+            recent = lines(max(longest_s(place.site.limits), since_s), now)
         except OSError as error:
             return [unknown(check.id, clean_text(str(error), 200)) for check in self.checks]
         place.keep(STATE, now.mono)
-        found = findings(recent, place.site.tables)
-        return results(found, now.wall, place.site.limits, now.mono - last if last else 0.0)
+        log = KernelLog(site=place.site)
+        found = [*log.findings_in(recent), *log.findings_in(())]
+        return results(found, now.wall, place.site.limits, since_s)
 
 
 def results(
-    found: Sequence[Finding], now: float, limits: Mapping[str, Mapping[str, float]], at_least_s: float = 0.0
+    found: Iterable[Finding], now: float, limits: Mapping[str, Mapping[str, float]], at_least_s: float = 0.0
 ) -> list[CheckResult]:
     """The results at this Unix time, by the findings of the kernel log. `limits`: of the site, by check."""
-    worst: list[CheckResult] = []
+    found = tuple(found)
+    told: list[CheckResult] = []
     for one, check in CHECKS.items():
         seconds = max({**check.limits, **limits.get(check.id, {})}["minutes"] * 60, at_least_s)
-        late = [finding for finding in found if finding.failure_class is one and finding.at >= now - seconds]
-        worst += _results(check, judge(late), now)
-    return worst
-
-
-def states(
-    found: Sequence[Finding], now: float, site: Site, *, since: float = 0.0, problem: str = ""
-) -> list[CheckState]:
-    """The same as check states. `since`: from when on the kernel log was read. `problem`: why it cannot be read."""
-    worst = [unknown(check.id, problem) for check in CHECKS.values()] if problem else results(found, now, site.limits)
-    first = {(finding.failure_class, finding.fields.get("device", "")): finding for finding in reversed(found)}
-    return [
-        CheckState(
-            result=one,
-            status=one.status,
-            level=one.level,
-            since=first[of].at if (of := (_CLASSES[one.check], one.device)) in first else since,
-            looked_at=now,
-            rank=first[of].rank if of in first else None,
-        )
-        for one in worst
-        if not any(fnmatchcase(name, pattern) for name in (one.check, KERNEL) for pattern in site.skip)
-    ]
+        worst = worst_of(finding for finding in found if finding.failure_class is one and finding.at >= now - seconds)
+        told += [
+            unhealthy(
+                check.id,
+                clean_text(f"{_when(finding.at, now)}: {finding.evidence.text}", 300),
+                clean_text(device, 100),
+                level,
+                gpu=finding.gpu,
+                gpu_uuid=finding.gpu_uuid,
+            )
+            for device, (level, finding) in worst.items()
+        ] or [healthy(check.id, text="the kernel reported nothing of this kind recently")]
+    return told
 
 
 def longest_s(limits: Mapping[str, Mapping[str, float]]) -> float:
@@ -614,37 +604,17 @@ def longest_s(limits: Mapping[str, Mapping[str, float]]) -> float:
     return 60 * max({**check.limits, **limits.get(check.id, {})}["minutes"] for check in CHECKS.values())
 
 
-def _all_not_applicable(why: str) -> list[CheckResult]:
-    return [not_applicable(check.id, why) for check in CHECKS.values()]
-
-
-def judge(found: Iterable[Finding]) -> dict[str, WorstMessage]:
-    """Device -> the worst report about it."""
-    worst: dict[str, WorstMessage] = {}
+def worst_of(found: Iterable[Finding]) -> dict[str, tuple[Level, Finding]]:
+    """Device -> the first of the worst reports about it."""
+    worst: dict[str, tuple[Level, Finding]] = {}
     for finding in found:
         device = finding.fields.get("device", "")
         left_out = finding.severity == "error" and finding.fields.get("action", "").startswith("cordon")
         level: Level = "critical" if finding.severity == "fatal" or left_out else "warning"
-        before = worst.get(device)
-        if (before is None and len(worst) < DEVICES) or (before is not None and (before.level, level) == BECAME_WORSE):
-            worst[device] = WorstMessage(level, finding)
+        is_worse = device in worst and (worst[device][0], level) == ("warning", "critical")
+        if is_worse or (device not in worst and len(worst) < DEVICES):
+            worst[device] = level, finding
     return worst
-
-
-def _results(check: Check, worst: Mapping[str, WorstMessage], now: float) -> list[CheckResult]:
-    if not worst:
-        return [healthy(check.id, text="the kernel reported nothing of this kind recently")]
-    return [
-        unhealthy(
-            check.id,
-            clean_text(f"{_when(finding.at, now)}: {finding.evidence.text}", 300),
-            clean_text(device, 100),
-            level,
-            gpu=finding.gpu,
-            gpu_uuid=finding.gpu_uuid,
-        )
-        for device, (level, finding) in worst.items()
-    ]
 
 
 def _when(at: float, now: float) -> str:

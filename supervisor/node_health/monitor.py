@@ -1,7 +1,7 @@
 """The health of the agent's node: runs the two probe workers, settles their results, and keeps `health.json`.
 
-The agent calls `update` with each of its own looks; `take` and `kernel_findings` return what is new. docs/adr/0008 says
-why there are two workers.
+The agent calls `update` with each of its own looks; `take` and `kernel_log.findings` return what is new. docs/adr/0008
+says why there are two workers.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 from diagnosis.health import CheckResult, CheckState, healthy, unknown
-from diagnosis.signals import Finding, Signal, clean_text
-from supervisor.keeper_client import WorkerProcess
-from supervisor.node_health import kernel_log as node_health_kernel_log
+from diagnosis.signals import Finding, clean_text
 from supervisor.node_health.contract import NOT_LOADED, JobInfo, Site
 from supervisor.node_health.health_file import LONGEST_RELEASE_S, GpuRelease
-from supervisor.node_health.kernel_log import KernelLog, KernelMonitor
+from supervisor.node_health.kernel_log import CHECKS, KERNEL, KernelLog
 from supervisor.node_health.protocol import (
     FLAW,
     NOT_YET,
@@ -108,20 +106,15 @@ class HealthMonitor:
         self.inventory_version = 0
         """Grows with every change of `inventory`."""
         self._found: deque[Finding] = deque(maxlen=KEPT)
-        self._events: deque[Signal] = deque(maxlen=KEPT)
         self._written = (float("-inf"), (-1, -1, ""))
         """When the file was written last, and what `_version` was then."""
         self._pace = WorkerTimes() if pace is None else pace
         self._said_unseen = False
         self._release = GpuRelease.read(state_dir)
-        self._kernel_log = KernelLog(kernel_log, node)
-        self._kernel = KernelMonitor(self._site.tables)
-        self._kernel_findings: deque[Finding] = deque(maxlen=KEPT)
-        """Within the window of the checks of the kernel log."""
-        self._kernel_count = 0
         self._to_say: deque[str] = deque(maxlen=KEPT)
         self.check_states = CheckStates(node, self._boot_id, steps)
-        self.check_states.learn({node_health_kernel_log.KERNEL: tuple(node_health_kernel_log.CHECKS.values())})
+        self.check_states.learn({KERNEL: tuple(CHECKS.values())})
+        self.kernel_log = KernelLog(kernel_log, self._site, self.check_states)
         self.workers = {group: self._worker(group, env) for group in RESPONDS}
 
     def _worker(self, group: str, env: Mapping[str, str] | None) -> WorkerRunner:
@@ -157,37 +150,9 @@ class HealthMonitor:
         self._found.clear()
         return found
 
-    def kernel_findings(self, workers: Sequence[WorkerProcess]) -> list[Finding]:
-        """New findings of the kernel log, and of the driver's events, which probes write as lines of the kernel log."""
-        lines = self._attributed([*self._kernel_log.poll(time.time()), *self._events])
-        self._events.clear()
-        found = [self.check_states.placed(finding) for finding in self._kernel.findings(lines, workers)]
-        now = time.time()  # a storm goes on for as long as it is reported
-        self._kernel_findings.extend(msgspec.structs.replace(finding, at=now) for finding in found)
-        self._kernel_count += len(found)
-        return found
-
     def states(self) -> list[CheckState]:
-        """The state of every check. Those of the kernel log are computed from its recent findings."""
-        now, window_s = time.time(), node_health_kernel_log.longest_s(self._site.limits)
-        while self._kernel_findings and self._kernel_findings[0].at < now - window_s:
-            self._kernel_findings.popleft()
-        problem = self._kernel_log.problem
-        of_kernel = node_health_kernel_log.states(
-            self._kernel_findings, now, self._site, since=self._began_at, problem=problem
-        )
-        return [*self.check_states.all(), *of_kernel]
-
-    def _attributed(self, signals: Sequence[Signal]) -> list[Signal]:
-        """The same signals with node, step, clock and boot of this moment."""
-        if not signals:
-            return []
-        step = max(self.check_states.steps().values(), default=None)
-        mono = time.monotonic()
-        return [
-            msgspec.structs.replace(signal, node=self._node, boot_id=self._boot_id, step=step, mono=signal.mono or mono)
-            for signal in signals
-        ]
+        """The state of every check, those of the kernel log included."""
+        return [*self.check_states.all(), *self.kernel_log.states()]
 
     def current_findings(self) -> list[Finding]:
         """Checks that are unhealthy now and became so recently, for the evidence of an incident."""
@@ -215,7 +180,7 @@ class HealthMonitor:
     @property
     def _version(self) -> tuple[int, int, str]:
         """Differs whenever the file has news."""
-        return self.check_states.changes, self._kernel_count, self._kernel_log.problem
+        return self.check_states.changes, self.kernel_log.count, self.kernel_log.problem
 
     def notice(self) -> str:
         """A line for people that was not returned before; else empty. Some time after the start one says what an
@@ -226,7 +191,7 @@ class HealthMonitor:
         if self._said_unseen or not self._settled():
             return ""
         self._said_unseen = True
-        reasons = [self._kernel_log.problem] if self._kernel_log.problem else []
+        reasons = [self.kernel_log.problem] if self.kernel_log.problem else []
         reasons += self._reasons()
         if not reasons:
             return ""
@@ -293,7 +258,7 @@ class HealthMonitor:
             self._note(self.check_states.note(word))
             self._answered(worker, word)
         elif isinstance(word, ProbeEvent):
-            self._events.extend([word.signal] * min(word.count, REPEATS_KEPT))
+            self.kernel_log.events.extend([word.signal] * min(word.count, REPEATS_KEPT))
             self._on_change()
         elif isinstance(word, TimedOut):
             wall, mono = time.time(), time.monotonic()

@@ -24,7 +24,7 @@ from diagnosis.health import (
     unhealthy,
     unknown,
 )
-from diagnosis.signals import Finding, Frozen
+from diagnosis.signals import Finding, Frozen, Signal
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.protocol import PollReport, TimedOut
@@ -190,9 +190,32 @@ class CheckStates:
     def finding(self, check_state: CheckState, at: float, mono: float) -> Finding:
         """The finding that a diagnosis gets of an unhealthy check."""
         found = to_finding(self._checks[check_state.result.check], check_state, self._node, at)
-        steps = self.steps()
-        step = steps.get(check_state.rank) if check_state.rank is not None else max(steps.values(), default=None)
+        step = self._step_of(check_state.rank)
         return msgspec.structs.replace(found, step=step, mono=mono, boot_id=self._boot_id)
+
+    def placed(self, finding: Finding, line: Signal, rank: int | None) -> Finding:
+        """A finding of the kernel log with node, boot, step, the UUID of its GPU, and its rank.
+
+        `line`: where it was seen. `rank`: by its process; None: the rank that has its GPU.
+        """
+        uuid = finding.gpu_uuid or line.gpu_uuid or self._gpus.get(finding.gpu, "")
+        its_rank = self._rank_on(finding.gpu, uuid) if rank is None and finding.scope == "gpu" and finding.gpu else rank
+        return msgspec.structs.replace(
+            finding,
+            node=self._node,
+            boot_id=self._boot_id,
+            rank=its_rank,
+            gpu_uuid=uuid,
+            step=self._step_of(its_rank),
+            mono=line.mono,
+            evidence=msgspec.structs.replace(finding.evidence, node=self._node, rank=rank),
+        )
+
+    def _step_of(self, rank: int | None) -> int | None:
+        """The newest step of a rank; where there is none, of all ranks."""
+        steps = self.steps()
+        newest = max(steps.values(), default=None)
+        return newest if rank is None else steps.get(rank, newest)
 
     def note(self, report: PollReport) -> list[Change]:
         """Settle every result of a report. Returns what became unhealthy, worse or healthy again, in order."""
@@ -295,17 +318,6 @@ class CheckStates:
         if rank is not None and rank in self.job.ranks.values():
             return rank
         return rank_of_gpu(gpu, uuid, sorted(self._gpus), self.job.gpus_of_ranks)
-
-    def placed(self, finding: Finding) -> Finding:
-        """A finding of another source with the UUID of its GPU, and the rank if it names none."""
-        if not finding.gpu:
-            return finding
-        uuid = finding.gpu_uuid or self._gpus.get(finding.gpu, "")
-        rank = finding.rank
-        if rank is None and finding.scope == "gpu":
-            rank = self._rank_on(finding.gpu, uuid)
-        step = self.steps().get(rank, finding.step) if rank is not None else finding.step
-        return msgspec.structs.replace(finding, gpu_uuid=uuid, rank=rank, step=step)
 
 
 def rank_of_gpu(gpu: str, uuid: str, gpus: Sequence[str], given: Mapping[int, str]) -> int | None:

@@ -14,13 +14,15 @@ import pytest
 
 from diagnosis.signals import Signal
 from supervisor.keeper_client import WorkerProcess
-from supervisor.node_health.kernel_log import DEVICE, KernelLog, KernelMonitor, KmsgRecords
+from supervisor.node_health.contract import Site
+from supervisor.node_health.kernel_log import DEVICE, KernelLog, KmsgRecords
+from supervisor.node_health.state import CheckStates
 
 XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."
 
 
 def line(text, at=1000.0, source="kernel"):
-    return Signal(source=source, text=text, at=at, node="n1", step=7, mono=5.0, boot_id="b")
+    return Signal(source=source, text=text, at=at, mono=5.0)
 
 
 def worker(pid, rank):
@@ -35,7 +37,7 @@ def read_until(log, wanted, seconds=60.0):
     texts, until = [], time.monotonic() + seconds
     while not all(any(one in text for text in texts) for one in wanted):
         assert time.monotonic() < until, f"not seen: {wanted} in {len(texts)} lines"
-        texts += [told.text for told in log.poll(1.0)]
+        texts += log.read()
         time.sleep(0.01)
     return texts
 
@@ -46,7 +48,7 @@ def read_until(log, wanted, seconds=60.0):
 def test_a_rotated_file_is_followed(tmp_path):
     path = tmp_path / "kern.log"
     path.write_text("old\n")
-    log = KernelLog(str(path), "n1")
+    log = KernelLog(str(path))
     path.rename(tmp_path / "kern.log.1")
     path.write_text("new file\n")
     assert read_until(log, ["new file"]) == ["new file"]
@@ -56,29 +58,29 @@ def test_a_rotated_file_is_followed(tmp_path):
 
 
 def test_no_path_is_no_kernel_log_and_no_problem():
-    log = KernelLog("", "n1")
-    assert (log.poll(1.0), log.problem, log.lost) == ([], "", 0)
+    log = KernelLog("")
+    assert (log.read(), log.problem, log.lost) == ([], "", 0)
     log.close()
 
 
 def test_a_flood_is_bounded(tmp_path):
     path = tmp_path / "kern.log"
     path.touch()
-    log = KernelLog(str(path), "n1")
+    log = KernelLog(str(path))
     path.write_text("x\n" * 100_000 + "y" * 100_000 + "\n")
-    assert len(log.poll(1.0)) <= 2000
+    assert len(log.read()) <= 2000
     for _ in range(10):
-        for told in log.poll(1.0):
-            assert len(told.text) <= 2000
+        for told in log.read():
+            assert len(told) <= 2000
     log.close()
 
 
 def test_the_first_lines_of_a_flood_are_not_lost(tmp_path):
     path = tmp_path / "kern.log"
     path.touch()
-    log = KernelLog(str(path), "n1")
+    log = KernelLog(str(path))
     path.write_text("".join(f"{number}\n" for number in range(5000)))
-    assert [text for _ in range(4) for text in (told.text for told in log.poll(1.0))] == [*map(str, range(5000))]
+    assert [text for _ in range(4) for text in log.read()] == [*map(str, range(5000))]
     log.close()
 
 
@@ -86,7 +88,7 @@ def test_the_first_lines_of_a_flood_are_not_lost(tmp_path):
 def test_what_programs_write_into_the_real_kernel_log_is_not_the_kernels_word():
     """With words that accuse nothing: jobs of other tests on this machine read the same log."""
     token = f"unbroken-test-{os.getpid()}-{time.monotonic_ns()}"
-    log = KernelLog(DEVICE, "n1")
+    log = KernelLog(DEVICE)
     raw = os.open(DEVICE, os.O_RDONLY | os.O_NONBLOCK)
     os.lseek(raw, 0, os.SEEK_END)
     assert (log.source, log.problem) == (DEVICE, "")
@@ -95,7 +97,7 @@ def test_what_programs_write_into_the_real_kernel_log_is_not_the_kernels_word():
             kmsg.write(f"<{level}>{token} Xid (PCI:0000:c1:00), pid=77\n")
     assert token in os.read(raw, 8192).decode()
     os.close(raw)
-    assert not any(token in told.text for _ in range(3) for told in log.poll(1.0))
+    assert not any(token in told for _ in range(3) for told in log.read())
     assert log.lost == 0
     log.close()
 
@@ -124,14 +126,14 @@ def test_records_that_the_ring_dropped_are_counted_and_fragments_joined():
 def test_a_kernel_log_that_may_not_be_read_is_looked_for_elsewhere(tmp_path, monkeypatch):
     """No right to the device: the journal where it may be read, then log files, then words."""
     monkeypatch.setenv("PATH", str(tmp_path))
-    log = KernelLog(DEVICE, "n1", tmp_path)
+    log = KernelLog(DEVICE, root=tmp_path)
     assert "cannot be read" in log.problem
-    assert log.poll(1.0) == []
+    assert log.read() == []
 
     file = tmp_path / "var/log/messages"
     file.parent.mkdir(parents=True)
     file.touch()
-    log = KernelLog(DEVICE, "n1", tmp_path)
+    log = KernelLog(DEVICE, root=tmp_path)
     assert (log.source, log.problem) == ("/var/log/messages", "")
     with file.open("a") as stream:
         stream.write(f"Jan  1 00:00:00 n1 logger: {XID.replace('79', '74')}\n")
@@ -147,7 +149,7 @@ def test_a_kernel_log_that_may_not_be_read_is_looked_for_elsewhere(tmp_path, mon
         f"#!/bin/sh\necho \"$*\" > {tmp_path}/asked\necho '1737133843.250000 n1 kernel: {XID}'\nexec /bin/sleep 60\n"
     )
     program.chmod(0o755)
-    log = KernelLog(DEVICE, "n1", tmp_path)
+    log = KernelLog(DEVICE, root=tmp_path)
     assert log.source == "journal"
     read_until(log, [XID])
     assert "SYSLOG_FACILITY=0" in (tmp_path / "asked").read_text().split()
@@ -163,9 +165,9 @@ def test_the_journals_reader_ends_with_us(tmp_path):
     program.chmod(0o755)
     code = (
         "import sys, time; from pathlib import Path; from supervisor.node_health.kernel_log import KernelLog\n"
-        "log = KernelLog('/dev/kmsg', 'n1', Path(sys.argv[1]))\n"
-        "while not (lines := log.poll(1.0)): time.sleep(0.01)\n"
-        "print(lines[0].text, flush=True); time.sleep(300)\n"
+        "log = KernelLog('/dev/kmsg', root=Path(sys.argv[1]))\n"
+        "while not (lines := log.read()): time.sleep(0.01)\n"
+        "print(lines[0], flush=True); time.sleep(300)\n"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -191,40 +193,41 @@ def _runs(pid):
 
 
 def test_findings_are_joined_to_ranks_and_carry_where_and_when():
-    (finding,) = KernelMonitor().findings([line(XID)], WORKERS)
+    log = KernelLog(checks=CheckStates("n1", "b", steps=lambda: {3: 7, 4: 9}))
+    (finding,) = log.findings_in([line(XID)], WORKERS)
     assert (finding.rank, finding.node, finding.gpu, finding.rule) == (3, "n1", "0000:c1:00", "xid_79")
     assert (finding.step, finding.mono, finding.boot_id, finding.at) == (7, 5.0, "b", 1000.0)
     assert (finding.evidence.node, finding.evidence.rank, finding.evidence.source) == ("n1", 3, "kernel")
 
 
 def test_the_drivers_event_and_the_kernels_line_are_one():
-    monitor = KernelMonitor()
+    log = KernelLog()
     event = line("NVRM: Xid (PCI:0000:c1:00): 79", source="gpu")
-    (finding,) = monitor.findings([event], WORKERS)
+    (finding,) = log.findings_in([event], WORKERS)
     assert finding.evidence.source == "gpu"
-    assert monitor.findings([line(XID, 1001.0)], WORKERS) == []
-    assert KernelMonitor().findings([line(XID), event], WORKERS)[0].evidence.source == "kernel"
+    assert log.findings_in([line(XID, 1001.0)], WORKERS) == []
+    assert KernelLog().findings_in([line(XID), event], WORKERS)[0].evidence.source == "kernel"
 
 
 def test_an_oom_kill_over_several_polls_is_one_finding():
-    monitor = KernelMonitor()
+    log = KernelLog()
     summary = "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/s,task_memcg=/s,task=python,pid=78,uid=0"
-    assert monitor.findings([line("python invoked oom-killer: gfp_mask=0xcc0"), line(summary)], WORKERS) == []
+    assert log.findings_in([line("python invoked oom-killer: gfp_mask=0xcc0"), line(summary)], WORKERS) == []
     killed = line("Memory cgroup out of memory: Killed process 78 (python) total-vm:4204kB")
-    (finding,) = monitor.findings([killed], WORKERS)
+    (finding,) = log.findings_in([killed], WORKERS)
     assert (finding.rank, finding.fields["pid"], finding.fields["cgroup"]) == (4, "78", "/s")
-    assert monitor.findings([line("oom_reaper: reaped process 78 (python), now anon-rss:0kB")], WORKERS) == []
+    assert log.findings_in([line("oom_reaper: reaped process 78 (python), now anon-rss:0kB")], WORKERS) == []
 
 
 def test_what_waits_for_more_lines_is_told_when_none_come():
-    monitor = KernelMonitor()
+    log = KernelLog()
     assert (
-        monitor.findings([line("pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received: 0000:c1:00.0")], ())
+        log.findings_in([line("pcieport 0000:00:1c.0: AER: Uncorrected (Fatal) error received: 0000:c1:00.0")], ())
         == []
     )
-    (finding,) = monitor.findings([], ())
+    (finding,) = log.findings_in([], ())
     assert (finding.rule, finding.fields["device"]) == ("aer_fatal", "0000:c1:00")
-    assert monitor.findings([], ()) == []
+    assert log.findings_in([], ()) == []
 
 
 GONE = 1 << 22
@@ -243,13 +246,13 @@ IN_NCCL = "%s[%d]: segfault at 7f79 ip 00007f7c sp 00007f7c error 4 in libnccl.s
     ],
 )
 def test_crashes_of_ranks_count(text, rank):
-    (finding,) = KernelMonitor().findings([line(text)], WORKERS)
+    (finding,) = KernelLog().findings_in([line(text)], WORKERS)
     assert (finding.rank, finding.severity, finding.confidence >= 0.6) == (rank, "error", True)
 
 
 @pytest.mark.parametrize("text", [CRASH % ("mysqld", GONE), CRASH % ("python3", GONE), CRASH % ("pt_main_thread", 1)])
 def test_crashes_of_other_programs_do_not(text):
-    assert KernelMonitor().findings([line(text)], WORKERS) == []
+    assert KernelLog().findings_in([line(text)], WORKERS) == []
 
 
 def test_a_process_that_is_there_is_a_ranks_by_its_parents_alone():
@@ -258,63 +261,61 @@ def test_a_process_that_is_there_is_a_ranks_by_its_parents_alone():
         assert rank.stdout.read(1) == b"1"
         (child,) = map(int, Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split())
         for text in (CRASH % ("python3", child), IN_NCCL % ("nvidia-smi", child), CRASH % ("x", rank.pid)):
-            (finding,) = KernelMonitor().findings([line(text)], [worker(rank.pid, 5)])
+            (finding,) = KernelLog().findings_in([line(text)], [worker(rank.pid, 5)])
             assert finding.rank == 5
-            assert KernelMonitor().findings([line(text)], WORKERS) == []
+            assert KernelLog().findings_in([line(text)], WORKERS) == []
         rank.communicate(b"\n")
 
 
 def test_the_thread_of_a_rank_that_has_just_crashed_is_gone_with_it():
     crashed = WorkerProcess(attempt=1, rank=3, local_rank=3, pid=77, status=signal.SIGSEGV, ended_at=1001.0)
     text = CRASH % ("python3", GONE)
-    assert KernelMonitor().findings([line(text)], [crashed])
-    assert KernelMonitor().findings([line(text, at=1100.0)], [crashed]) == []
+    assert KernelLog().findings_in([line(text)], [crashed])
+    assert KernelLog().findings_in([line(text, at=1100.0)], [crashed]) == []
 
 
 def test_without_ranks_only_the_name_can_tell():
-    (finding,) = KernelMonitor().findings([line(CRASH % ("python3", GONE))], ())
+    (finding,) = KernelLog().findings_in([line(CRASH % ("python3", GONE))], ())
     assert finding.confidence == 0.45
-    assert KernelMonitor().findings([line(CRASH % ("mysqld", GONE))], ()) == []
+    assert KernelLog().findings_in([line(CRASH % ("mysqld", GONE))], ()) == []
 
 
 def test_a_sites_own_tables_hold():
-    monitor = KernelMonitor(
-        {"xid": {"79": {"severity": "warning"}}, "kernel": {"edac_corrected": {"severity": "error"}}}
+    log = KernelLog(
+        site=Site(tables={"xid": {"79": {"severity": "warning"}}, "kernel": {"edac_corrected": {"severity": "error"}}})
     )
-    found = monitor.findings([line(XID), line("EDAC MC0: 1 CE memory read error")], ())
+    found = log.findings_in([line(XID), line("EDAC MC0: 1 CE memory read error")], ())
     assert [finding.severity for finding in found] == ["warning", "error"]
     with pytest.raises(ValueError, match=r"xid\.79"):
-        KernelMonitor({"xid": {"79": {"severity": "awful"}}})
+        KernelLog(site=Site(tables={"xid": {"79": {"severity": "awful"}}}))
 
 
 def test_a_flood_of_findings_is_bounded_and_hides_no_worse_one():
-    monitor = KernelMonitor()
+    log = KernelLog()
     flood = [line(f"nfs: server nas{number} not responding, still trying") for number in range(1000)]
-    found = monitor.findings([*flood, line(XID)], WORKERS)
+    found = log.findings_in([*flood, line(XID)], WORKERS)
     assert len(found) < 100
     assert found[-1].rule == "xid_79"
-    assert monitor.findings([line("nfs: server other not responding, still trying", at=1100.0)], WORKERS)
+    assert log.findings_in([line("nfs: server other not responding, still trying", at=1100.0)], WORKERS)
 
 
 def test_the_kernel_log_file_is_followed_from_its_end(tmp_path: Path) -> None:
     path = tmp_path / "kmsg"
     path.write_text("old line\n")
-    log = KernelLog(str(path), "n1")
+    log = KernelLog(str(path))
     with open(path, "a") as file:
         file.write("NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\nhalf")
-    signals = log.poll(5.0)
-    assert [s.text for s in signals] == ["NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus."]
-    assert (signals[0].node, signals[0].source, signals[0].at) == ("n1", "kernel", 5.0)
+    assert log.read() == ["NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus."]
     with open(path, "a") as file:
         file.write(" and half\n")
-    assert [s.text for s in log.poll(6.0)] == ["half and half"]
+    assert log.read() == ["half and half"]
     log.close()
 
 
 def test_an_unreadable_kernel_log_is_said_and_survived(tmp_path: Path) -> None:
-    log = KernelLog(str(tmp_path / "absent"), "n1")
+    log = KernelLog(str(tmp_path / "absent"))
     assert "cannot be read" in log.problem
-    assert log.poll(1.0) == []
+    assert log.read() == []
     (tmp_path / "absent").write_text("now it is there\n")
-    assert [s.text for s in log.poll(2.0)] == ["now it is there"]
+    assert log.read() == ["now it is there"]
     log.close()

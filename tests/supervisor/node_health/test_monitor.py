@@ -67,7 +67,7 @@ class Watch:
             assert time.monotonic() < deadline, (self.findings, self.texts())
             self.health.update(self.job)
             self.findings += self.health.take()
-            self.kernel += self.health.kernel_findings(())
+            self.kernel += self.health.kernel_log.findings(())
             await asyncio.sleep(0.01)
 
     def texts(self) -> dict[tuple[str, str], str]:
@@ -354,7 +354,7 @@ def test_what_the_kernel_says_is_a_finding_at_once_and_a_check_state_for_a_while
     deadline = time.monotonic() + LIMIT_S
     while not found:
         assert time.monotonic() < deadline
-        found = health.kernel_findings(())
+        found = health.kernel_log.findings(())
     assert [one.rule for one in found] == ["xid_79"]
 
     def states() -> list[tuple[str, str, str]]:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from diagnosis.health import Check, CheckResult, healthy, not_applicable, unhealthy, unknown
-from diagnosis.signals import Evidence, Finding
+from diagnosis.signals import Evidence, Finding, Signal
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.protocol import PollReport, TimedOut
@@ -180,20 +180,20 @@ def test_the_drivers_own_list_of_processes_wins_over_the_given_devices() -> None
 def test_findings_of_the_kernel_log_get_the_gpus_uuid_and_rank() -> None:
     node = Node(JobInfo(ranks={70: 4}), {4: 9})
     node.look(healthy("ecc", GPU, gpu=GPU, gpu_uuid="GPU-1", pids=(70,)))
-    line = Evidence(text="NVRM: Xid (PCI:0000:c1:00): 79")
+    line = Signal(source="kernel", text="NVRM: Xid (PCI:0000:c1:00): 79", at=1000.0, mono=5.0)
     xid = Finding(
         rule="xid",
         failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
         confidence=0.9,
         scope="gpu",
         severity="fatal",
-        evidence=line,
+        evidence=Evidence(text=line.text),
         gpu=GPU,
     )
-    placed = node.check_states.placed(xid)
-    assert (placed.gpu_uuid, placed.rank, placed.step) == ("GPU-1", 4, 9)
-    elsewhere = msgspec.structs.replace(xid, gpu="0000:01:00")
-    assert node.check_states.placed(elsewhere) == elsewhere
+    placed = node.check_states.placed(xid, line, None)
+    assert (placed.gpu_uuid, placed.rank, placed.step, placed.mono) == ("GPU-1", 4, 9, 5.0)
+    elsewhere = node.check_states.placed(msgspec.structs.replace(xid, gpu="0000:01:00"), line, None)
+    assert (elsewhere.gpu_uuid, elsewhere.rank, elsewhere.step) == ("", None, 9)
 
 
 @pytest.mark.parametrize(

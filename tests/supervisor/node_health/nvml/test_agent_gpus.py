@@ -37,7 +37,7 @@ class Eyes:
         while not fits():
             assert time.monotonic() < deadline, self.findings
             self.health.update(self.job)
-            found = self.health.kernel_findings(())
+            found = self.health.kernel_log.findings(())
             self.kernel_findings += len(found)
             self.findings += found
             self.findings += self.health.take()
