@@ -5,6 +5,7 @@ A difference is reported, never acted on: many are intended, and which value is 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Final
 
@@ -14,6 +15,8 @@ SETTLE_S: Final = 10.0
 """Nodes join one after the other: inventories are compared when none has changed for this long."""
 KEYS: Final = 64
 VALUE_LIMIT: Final = 200
+LONG: Final = 1000
+"""Longer values are not remembered."""
 DIFFERENCES: Final = 16
 NODES_NAMED: Final = 8
 VALUES_KEPT: Final = 8
@@ -49,7 +52,17 @@ class Difference(Frozen, frozen=True, kw_only=True):
 def bounded(inventory: Mapping[str, str]) -> dict[str, str]:
     """A node's inventory, cleaned and limited in size."""
     items = sorted(inventory.items())[:KEYS]
-    return {clean_text(key, 64): clean_text(value, VALUE_LIMIT) for key, value in items if value}
+    return {_clean(key, 64): _clean(value, VALUE_LIMIT) for key, value in items if value}
+
+
+def _clean(text: str, limit: int) -> str:
+    return clean_text(text, limit) if len(text) > LONG else _cleaned(text, limit)
+
+
+@functools.lru_cache(maxsize=512)
+def _cleaned(text: str, limit: int) -> str:
+    """Thousands of nodes send the same values at once, when their controller has started again."""
+    return clean_text(text, limit)
 
 
 def compare(inventories: Mapping[str, Mapping[str, str]]) -> tuple[Difference, ...]:

@@ -42,6 +42,7 @@ from supervisor.messages import (
 )
 from supervisor.paths import NodePlan
 from supervisor.wire.authentication import (
+    AGENT_PATH,
     CHALLENGE_HEADER,
     CHALLENGE_PATH,
     Exchange,
@@ -272,11 +273,11 @@ class Link:
 
         async def introduce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> dict[str, str]:
             exchanges.append(await challenge(reader, writer, host, secret))
-            return {"Authorization": secret.authorization(exchanges[0], "GET", "/v1/agent")}
+            return {"Authorization": secret.authorization(exchanges[0], "GET", AGENT_PATH)}
 
         async with timeout(CONNECT_TIMEOUT_S):
             ws = await connect(
-                f"{self.url}/v1/agent",
+                f"{self.url}{AGENT_PATH}",
                 introduce,
                 ping_s=self._ping_s,
                 max_bytes=MAX_MESSAGE_BYTES,

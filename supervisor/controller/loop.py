@@ -30,7 +30,7 @@ from supervisor.controller.journal import (
     steps,
 )
 from supervisor.controller.journal_writer import JournalWriter
-from supervisor.controller.server import Connection
+from supervisor.controller.listener import Connection
 from supervisor.errors import CommandNotJournalled
 from supervisor.messages import (
     Action,

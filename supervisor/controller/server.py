@@ -12,38 +12,26 @@ import logging
 import os
 import socket
 import ssl
-import struct
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import msgspec
-from aiohttp import WSCloseCode, WSMsgType, web
+from aiohttp import web
 
 from diagnosis.signals import clean_line, clean_text
 from supervisor import munge
 from supervisor.blocking import timeout
-from supervisor.controller.listener import BACKLOG, Listener
+from supervisor.controller.listener import BACKLOG, NOT_SIGNED, AgentService, Listener
 from supervisor.errors import CommandNotJournalled
-from supervisor.messages import (
-    PROTOCOL,
-    ClockReply,
-    Heartbeat,
-    Hello,
-    OperatorCommand,
-    Refused,
-    decode_agent_message,
-    encode,
-)
+from supervisor.messages import OperatorCommand, encode
 from supervisor.wire.authentication import (
+    AGENT_PATH,
     CHALLENGE_HEADER,
     CHALLENGE_PATH,
     PROOF_HEADER,
     Authenticator,
-    Exchange,
-    Forged,
-    Session,
     is_nonce,
 )
 from supervisor.wire.peers import listen_privately, user_name
@@ -62,18 +50,7 @@ log = logging.getLogger("unbroken.server")
 requests_log = logging.getLogger("unbroken.server.requests")
 """aiohttp's own words about requests: `supervisor.logs` takes from them what strangers have sent."""
 
-MAX_MESSAGE_BYTES = 8 << 20
-"""Several nodes' worth of evidence (64 KiB each) with all findings; more than this is not a heartbeat."""
-HELLO_TIMEOUT_S = 10.0
-PING_S = 10.0
-"""A connection whose other end does not answer a ping within half of this is closed."""
-GOODBYE_S = 0.5
 BODY_BYTES = 64 << 10
-AGENT_PATH = "/v1/agent"
-NOT_SIGNED = (
-    f"this controller speaks protocol {PROTOCOL}: requests are signed with the job's token, which is never sent. "
-    "Use the same version of unbroken everywhere"
-)
 MUNGE_S = 1.0
 """For munge to say who gives a command; then it is not known."""
 
@@ -100,18 +77,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     incident: str
 
 
-class Service(Protocol):
+class Service(AgentService, Protocol):
     """What the server asks of the controller."""
 
     @property
     def epoch(self) -> int: ...
-
-    def hello(self, hello: Hello, connection: Connection) -> str:
-        """Take an agent; a sentence why not, or the empty string."""
-
-    def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None: ...
-
-    def gone(self, connection: Connection) -> None: ...
 
     async def command(self, command: OperatorCommand) -> dict[str, object]:
         """Carry it out. Raises ValueError with a sentence for the operator, and CommandNotJournalled."""
@@ -127,84 +97,6 @@ class Service(Protocol):
 
     async def timeline(self, since: int) -> dict[str, object]: ...
 
-
-class Connection:
-    """One agent's socket. `send` replaces what has not left yet: only the newest assignment matters."""
-
-    def __init__(
-        self, socket: web.WebSocketResponse, transport: asyncio.Transport | None, peer: str, session: Session
-    ) -> None:
-        self.socket = socket
-        self.peer = peer
-        self._transport = transport
-        self._session = session
-        self.node = ""
-        self.host = ""
-        self.run = ""
-        self.clock_offset_s: float | None = None
-        """As the node told it last."""
-        self._asked: tuple[float, float] | None = None
-        self._outbox: bytes | None = None
-        self._filled = asyncio.Event()
-
-    def send(self, message: bytes) -> None:
-        """Send it at once where all before it has left; else it waits, in place of what waited before."""
-        transport = self._transport
-        waits = self._filled.is_set() or self.socket.closed or transport is None or transport.is_closing()
-        if waits or transport is None or transport.get_write_buffer_size():
-            self._outbox = message
-            self._filled.set()
-        else:
-            transport.write(_frame(self._session.out.seal(message)))
-
-    async def say(self, message: bytes) -> None:
-        """Send it now."""
-        await self.socket.send_bytes(self._session.out.seal(message))
-
-    def read(self, frame: bytes | str) -> bytes:
-        """Raises Forged."""
-        return self._session.into.open(frame.encode() if isinstance(frame, str) else frame)
-
-    def tell_clock(self, asked_at: float, heard_at: float) -> None:
-        """Answer a heartbeat that asked for our clock."""
-        self._asked = (asked_at, heard_at)
-        self._filled.set()
-
-    def close_soon(self) -> None:
-        """End this connection, without waiting for its other end."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    @property
-    def drained(self) -> bool:
-        return self._outbox is None
-
-    async def pump(self) -> None:
-        """Send what comes in, one message at a time, until cancelled or the connection fails."""
-        while True:
-            await self._filled.wait()
-            self._filled.clear()
-            message, self._outbox = self._outbox, None
-            asked, self._asked = self._asked, None
-            if asked is not None:
-                told = ClockReply(asked_at=asked[0], heard_at=asked[1], told_at=time.time())
-                await self.say(encode(told))
-            if message is not None:
-                await self.say(message)
-
-
-def _frame(message: bytes) -> bytes:
-    """One whole binary message as a server sends it (RFC 6455, 5.2). An order to 4,096 agents is as many frames at
-    once: to wake a task for each, and aiohttp's own way to send, took three times as long."""
-    size = len(message)
-    if size < 126:
-        return struct.pack("!BB", _BINARY, size) + message
-    if size < 1 << 16:
-        return struct.pack("!BBH", _BINARY, 126, size) + message
-    return struct.pack("!BBQ", _BINARY, 127, size) + message
-
-
-_BINARY: Final = 0x82
 
 Scrape = Callable[[], Callable[[str, str], tuple[bytes, dict[str, str]]]]
 """Reads the numbers, on the loop; what it gives makes the answer to `Accept` and `Accept-Encoding`, in a thread."""
@@ -226,6 +118,7 @@ class Server:
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get(CHALLENGE_PATH, self._challenge)
+        app.router.add_get(AGENT_PATH, self._agent)
         self._scrape = scrape
         self._scrapes = 0
         self._scraped = asyncio.Event()
@@ -236,7 +129,6 @@ class Server:
         app.router.add_get("/v1/{view:status|incidents}", self._view)
         app.router.add_post("/v1/override", self._command)
         app.router.add_post("/v1/ask", self._ask)
-        self._sockets: set[web.WebSocketResponse] = set()
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=requests_log
         )
@@ -268,17 +160,17 @@ class Server:
         if self._listener is None:
             await self._runner.setup()
             assert self._runner.server is not None
-            self._listener = Listener(self._runner.server, self._tls)
+            self._listener = Listener(self._service, self._authenticator, self._runner.server, self._tls)
         self._listener.listen(listening)
 
     async def stop(self) -> None:
         """Say goodbye to every agent (they look for the next controller then) and close the port."""
         if self._listener is not None:
             self._listener.close()
+            await self._listener.say_goodbye()
         with contextlib.suppress(OSError):
             if self._socket is not None and os.stat(self._socket[0]).st_ino == self._socket[1]:
                 self._socket[0].unlink()
-        await asyncio.gather(*(socket.close(code=WSCloseCode.GOING_AWAY) for socket in self._sockets))
         await self._runner.cleanup()
 
     @web.middleware
@@ -291,14 +183,15 @@ class Server:
             try:
                 return await handler(request)
             finally:
-                self._listener.answered(request.transport)
+                if (connection := self._listener.of(request.transport)) is not None:
+                    self._listener.answered(connection)
         body = await request.read() if request.can_read_body else b""  # its time is limited as that of its headers
         exchange = self._authenticator.admit(given, request.method, request.raw_path, body, time.monotonic())
         if exchange is None:
-            return await self._turn_away(request)
+            return _problem(401, NOT_SIGNED)
         with self._listener.proven(request.transport):
             try:
-                answer = await (self._agent(request, exchange) if request.path == AGENT_PATH else handler(request))
+                answer = await handler(request)
             except web.HTTPException as error:
                 answer = _problem(error.status, error.reason)
         if isinstance(answer, web.Response):
@@ -306,21 +199,15 @@ class Server:
             answer.headers[PROOF_HEADER] = self._authenticator.secret.answer_proof(exchange, answer.status, told)
         return answer
 
-    async def _turn_away(self, request: web.Request) -> web.StreamResponse:
-        """An agent of protocol 1 hears why in the only way that it shows to its user."""
-        socket = web.WebSocketResponse(timeout=GOODBYE_S, compress=False, max_msg_size=1024)
-        if request.path != AGENT_PATH or not socket.can_prepare(request):
-            return _problem(401, NOT_SIGNED)
-        await socket.prepare(request)
-        await socket.send_bytes(encode(Refused(why=NOT_SIGNED)))
-        await socket.close()
-        return socket
-
     async def _challenge(self, request: web.Request) -> web.Response:
         nonce = request.headers.get(CHALLENGE_HEADER, "")
         if not is_nonce(nonce):
             return _problem(400, f"header {CHALLENGE_HEADER}: 32 hexadecimal digits, never used before")
         return _answer(self._authenticator.answer(nonce, time.monotonic()))
+
+    async def _agent(self, _: web.Request) -> web.Response:
+        """An agent's own request does not come here: its connection answers it."""
+        return _problem(426, "agents open a WebSocket here, with the first request that they sign")
 
     async def _healthz(self, _: web.Request) -> web.Response:
         view = self._service.view("health")()
@@ -366,7 +253,8 @@ class Server:
             body = msgspec.json.decode(await request.read(), type=dict[str, Any])
             credential, dry_run = body.pop("munge", ""), body.pop("dry_run", False) is not False
             assert self._listener is not None
-            address, uid = self._listener.peer(request.transport)
+            connection = self._listener.of(request.transport)
+            address, uid = (connection.peer, connection.uid) if connection is not None else ("?", None)
             if uid is None and credential:
                 signed = self._authenticator.secret.command_digest(*(str(body.get(name, "")) for name in SIGNED))
                 uid = await asyncio.to_thread(munge.signed_by, str(credential), signed, MUNGE_S)
@@ -382,108 +270,6 @@ class Server:
             return _answer(self._service.ask(msgspec.json.decode(await request.read(), type=Ask).incident))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
-
-    async def _agent(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
-        """One agent, to the end of its connection. That one leaves at whatever moment is nothing to report."""
-        socket = web.WebSocketResponse(
-            heartbeat=PING_S, timeout=GOODBYE_S, compress=False, max_msg_size=MAX_MESSAGE_BYTES
-        )
-        try:
-            await socket.prepare(request)
-            self._sockets.add(socket)
-            await self._serve_agent(request, exchange, socket)
-        except ConnectionError as error:
-            log.debug("an agent left: %r", error)
-            if not socket.prepared:
-                return web.Response(status=400)
-        finally:
-            self._sockets.discard(socket)
-        return socket
-
-    async def _serve_agent(self, request: web.Request, exchange: Exchange, socket: web.WebSocketResponse) -> None:
-        assert self._listener is not None
-        session = self._authenticator.secret.session(exchange, controller=True)
-        connection = Connection(socket, request.transport, self._listener.peer(request.transport)[0], session)
-        refusal = await self._first_message(connection)
-        if refusal:
-            log.warning("agent %s refused: %s", connection.peer, refusal)
-            await connection.say(encode(Refused(why=refusal)))
-            await socket.close()
-            return
-        pump = asyncio.create_task(connection.pump())
-        pump.add_done_callback(_failed_quietly)
-        try:
-            await self._converse(connection)
-        finally:
-            pump.cancel()
-            self._service.gone(connection)
-            await connection.socket.close()
-
-    async def _first_message(self, connection: Connection) -> str:
-        try:
-            first = await connection.socket.receive(HELLO_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            return f"no hello within {HELLO_TIMEOUT_S:.0f} s"
-        if first.type in (WSMsgType.CLOSE, WSMsgType.CLOSING, WSMsgType.CLOSED):
-            raise ConnectionResetError("it left before its hello")
-        if first.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
-            return "the first message must be a hello"
-        try:
-            return take_hello(self._service, connection.read(first.data), connection)
-        except Forged as error:
-            return str(error)
-
-    async def _converse(self, connection: Connection) -> None:
-        async for message in connection.socket:
-            if message.type not in (WSMsgType.BINARY, WSMsgType.TEXT):
-                continue
-            heard_at = time.time()
-            try:
-                heartbeat = decode_agent_message(connection.read(message.data))
-            except Forged as error:
-                log.error("the connection of %s ends: %s", connection.node, error)
-                return
-            except msgspec.DecodeError as error:
-                why = f"a message of {connection.node} could not be read: {clean_text(str(error), 200)}"
-                log.error("%s", why)
-                await connection.say(encode(Refused(why=why)))
-                return
-            if isinstance(heartbeat, Heartbeat) and heartbeat.node == connection.node:
-                connection.clock_offset_s = heartbeat.clock_offset_s
-                if heartbeat.asked_at is not None:
-                    connection.tell_clock(heartbeat.asked_at, heard_at)
-                self._service.heartbeat(heartbeat, connection)
-
-
-class _AnyHello(msgspec.Struct, tag_field="type", tag="hello"):
-    """The part of a hello that every protocol version has."""
-
-    protocol: int
-
-
-def take_hello(service: Service, data: bytes, connection: Connection) -> str:
-    """Why this first message is refused, in words for a person; empty when the agent is taken."""
-    try:
-        protocol = msgspec.json.decode(data, type=_AnyHello).protocol
-    except msgspec.DecodeError:
-        return "the first message must be a hello with a protocol version"
-    if protocol != PROTOCOL:
-        return (
-            f"the agent speaks protocol {protocol} and this controller speaks {PROTOCOL}: "
-            "install the same version of unbroken on every node of the job"
-        )
-    try:
-        hello = decode_agent_message(data)
-    except msgspec.DecodeError as error:
-        return f"the hello could not be read: {clean_text(str(error), 200)}"
-    assert isinstance(hello, Hello)
-    return service.hello(hello, connection)
-
-
-def _failed_quietly(task: asyncio.Task[None]) -> None:
-    """A connection that fails while sending is found by its reader too: nothing to do but look at the error."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.info("sending failed: %r", error)
 
 
 def _answer(body: dict[str, Any], status: int = 200) -> web.Response:

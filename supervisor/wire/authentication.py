@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from supervisor.messages import PROTOCOL
 
 CHALLENGE_PATH: Final = "/v1/challenge"
+AGENT_PATH: Final = "/v1/agent"
 CHALLENGE_HEADER: Final = "Unbroken-Challenge"
 PROOF_HEADER: Final = "Unbroken-Proof"
 """Of an answer."""
