@@ -9,6 +9,7 @@ waits: only the newest heartbeat is kept, and it is sent again on a new connecti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -16,7 +17,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -58,6 +59,10 @@ from supervisor.wire.tls import explain
 log = logging.getLogger("unbroken.link")
 
 CONNECT_TIMEOUT_S = 5.0
+"""For the job folder, for the unix socket, and for a host to take a connection."""
+PATIENCE_S = 60.0
+"""For a controller that has taken the connection: one that has just started serves thousands of agents. To give up
+and come again would only be more work for it."""
 PING_S = 4.0
 """Half of this without an answer to a ping ends the connection: at most 6 s after a link was cut."""
 FIRST_PAUSE_S = 0.02
@@ -208,9 +213,7 @@ class Link:
             except ssl.SSLError as error:
                 self._distrust(explain(error, self.url, self._tls_ca), time.monotonic())
             except asyncio.TimeoutError:
-                where = self.url or "the job folder"
-                silent_s = f"{CONNECT_TIMEOUT_S:.0f} s"
-                self._explain(f"no connection to the controller: {where} has not answered for {silent_s}")
+                self._explain(self._no_answer())
             except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread left
                 self._explain(f"no connection to the controller: {clean_text(str(error) or repr(error), 200)}")
             finally:
@@ -239,7 +242,7 @@ class Link:
     async def _once(self, on_message: Callable[[ControllerMessage], None]) -> None:
         controller, token = await self._find_controller()
         self.url = controller.url.rstrip("/")
-        ws, exchange = await self._open_at(controller, SharedSecret(token))
+        ws, exchange = await self._patiently(self._open_at(controller, SharedSecret(token)), (controller, token))
         self._session = SharedSecret(token).session(exchange, controller=False)
         self._epoch = exchange.epoch
         self._distrusted_since, self.distrust = None, ""
@@ -259,6 +262,25 @@ class Link:
                 sender.cancel()
             ws.close()
 
+    async def _patiently(
+        self, opening: Coroutine[None, None, tuple[WebSocket, Exchange]], found: tuple[ControllerAddress, str]
+    ) -> tuple[WebSocket, Exchange]:
+        """Wait for `opening` as long as the controller that was `found` is the job's. Raises as `_open_at`."""
+        task = asyncio.ensure_future(opening)
+        try:
+            while not (await asyncio.wait({task}, timeout=CONNECT_TIMEOUT_S))[0]:
+                self._explain(self._no_answer())
+                with contextlib.suppress(asyncio.TimeoutError):  # the job folder hangs: nothing else is known
+                    if await self._find_controller() != found:
+                        raise NoController("another controller has taken over")
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _no_answer(self) -> str:
+        where = self.url or "the job folder"
+        return f"no connection to the controller: {where} has not answered for {CONNECT_TIMEOUT_S:.0f} s"
+
     async def _open_at(self, controller: ControllerAddress, secret: SharedSecret) -> tuple[WebSocket, Exchange]:
         """Through its unix socket, if it has one here, else to its address. Raises OSError, ValueError and Unproven."""
         if controller.socket:
@@ -275,10 +297,11 @@ class Link:
             exchanges.append(await challenge(reader, writer, host, secret))
             return {"Authorization": secret.authorization(exchanges[0], "GET", AGENT_PATH)}
 
-        async with timeout(CONNECT_TIMEOUT_S):
+        async with timeout(CONNECT_TIMEOUT_S if unix_socket else PATIENCE_S):
             ws = await connect(
                 f"{self.url}{AGENT_PATH}",
                 introduce,
+                connect_s=CONNECT_TIMEOUT_S,
                 ping_s=self._ping_s,
                 max_bytes=MAX_MESSAGE_BYTES,
                 tls_ca=self._tls_ca,

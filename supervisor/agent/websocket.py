@@ -6,7 +6,9 @@ A general HTTP client would be a third of the agent's memory on every node.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final
@@ -26,10 +28,13 @@ from wsproto.events import (
 from wsproto.utilities import ProtocolError
 
 from diagnosis.signals import clean_text
+from supervisor.blocking import timeout
 from supervisor.wire.peers import own_users, peer_uid
 from supervisor.wire.tls import client_context
 
 HAPPY_EYEBALLS_S: Final = 0.25
+TLS_PATIENCE: Final = 3.0
+"""The handshake of TLS needs the other program, which may be slow."""
 _CHUNK: Final = 1 << 16
 _BINARY: Final = 0x82
 """A frame that is a whole binary message."""
@@ -189,6 +194,7 @@ async def connect(
     url: str,
     introduce: Introduction,
     *,
+    connect_s: float,
     ping_s: float,
     max_bytes: int,
     tls_ca: str = "",
@@ -196,7 +202,9 @@ async def connect(
 ) -> WebSocket:
     """Open a connection to `http(s)://host:port/path`, or to the same path of a `unix_socket` of our own user.
 
-    Raises OSError, ValueError for a URL that is none, and what `introduce` raises.
+    `connect_s`: for the other host to take the connection (with TLS: to shake hands), and to confirm what it was sent.
+    Its program may take longer to answer. Raises asyncio.TimeoutError, OSError, ValueError for a URL that is none, and
+    what `introduce` raises.
     """
     parts = urlsplit(url)
     host, secure = parts.hostname, parts.scheme in ("https", "wss")
@@ -207,14 +215,25 @@ async def connect(
     else:
         tls = client_context(tls_ca) if secure else None
         port = parts.port or (443 if secure else 80)
-        reader, writer = await asyncio.open_connection(host, port, ssl=tls, happy_eyeballs_delay=HAPPY_EYEBALLS_S)
-    socket = WebSocket(reader, writer, ping_s, max_bytes)
+        async with timeout(connect_s if tls is None else TLS_PATIENCE * connect_s):
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls, happy_eyeballs_delay=HAPPY_EYEBALLS_S)
+    opened = WebSocket(reader, writer, ping_s, max_bytes)
     try:
-        await socket.open(parts.netloc, parts.path or "/", await introduce(reader, writer, parts.netloc))
+        _confirm_within(writer, connect_s)
+        await opened.open(parts.netloc, parts.path or "/", await introduce(reader, writer, parts.netloc))
+        _confirm_within(writer, 0.0)  # pings find it from now on
     except BaseException:
         writer.transport.abort()
         raise
-    return socket
+    return opened
+
+
+def _confirm_within(writer: asyncio.StreamWriter, seconds: float) -> None:
+    """How long the other end's kernel may take to confirm what it was sent; 0: as long as usual."""
+    connection = writer.get_extra_info("socket")
+    if connection.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
 
 
 async def _open_unix(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -43,7 +43,7 @@ KILLED_S = 0.05
 COLLECT_S = 0.03
 PING_AFTER_S, PONG_WITHIN_S = 4.0, 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
-CONNECT_S = 5.0
+PATIENCE_S = 60.0
 PROBES = 32
 """So many agents measure the time from a heartbeat to the assignment that answers it."""
 FINDINGS_A_BEAT = 50
@@ -254,7 +254,7 @@ class FakeAgent(asyncio.Protocol):
         nonce = new_nonce()
         self._shaking = (nonce, SharedSecret(self.fleet.where()[1]))
         transport.write(f"GET {CHALLENGE_PATH} HTTP/1.1\r\nHost: bench\r\n{CHALLENGE_HEADER}: {nonce}\r\n\r\n".encode())
-        self.fleet.loop.call_later(CONNECT_S, self._give_up_shaking, transport)
+        self.fleet.loop.call_later(PATIENCE_S, self._give_up_shaking, transport)
 
     def _give_up_shaking(self, transport: asyncio.Transport) -> None:
         if transport is self._transport and not self.is_open:

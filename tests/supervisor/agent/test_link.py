@@ -62,8 +62,14 @@ class Port:
         self._talk = talk
         self._autoping = autoping
         self._authenticator = Authenticator("secret", epoch=1)
+        self.challenges = 0
+        self.hold = asyncio.Event()
+        """No challenge is answered before it is set."""
+        self.hold.set()
 
     async def challenge(self, request: web.Request) -> web.Response:
+        self.challenges += 1
+        await self.hold.wait()
         return web.json_response(self._authenticator.answer(request.headers[CHALLENGE_HEADER], time.monotonic()))
 
     async def meet(self, request: web.Request) -> web.WebSocketResponse:
@@ -279,6 +285,53 @@ def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: py
                 await until(lambda: len(asked) > 1)
         finally:
             answers.set()
+
+    go(scenario())
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("supervisor.agent.link.CONNECT_TIMEOUT_S", 0.05)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_controller_that_answers_late_is_not_asked_again() -> None:
+    """The next try would be at the end of its queue, and the same work once more."""
+
+    async def scenario() -> None:
+        async def answer(socket: Sealed) -> None:
+            await socket.send_bytes(ANSWER)
+            await socket.socket.receive()
+
+        told: list[ControllerMessage] = []
+        async with listening(answer) as port:
+            port.hold.clear()
+            async with linked(link_to(port), told) as link:
+                await until(lambda: "has not answered" in link.problem)
+                await asyncio.sleep(0.3)
+                port.hold.set()
+                await until(lambda: told)
+                assert (port.challenges, link.connections) == (1, 1)
+
+    go(scenario())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_one_that_does_not_answer_is_left_when_another_has_taken_over() -> None:
+    async def scenario() -> None:
+        async def stay(socket: Sealed) -> None:
+            await socket.socket.receive()
+
+        async with listening(stay) as old, listening(stay) as new:
+            old.hold.clear()
+            places = [old.address]
+            link = Link(lambda: ControllerAddress(places[-1]), lambda: "secret", HELLO)
+            async with linked(link):
+                await until(lambda: "has not answered" in link.problem)
+                places.append(new.address)
+                await until(lambda: link.connected)
+                assert link.url == new.address
+            old.hold.set()
 
     go(scenario())
 

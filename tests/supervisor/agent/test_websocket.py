@@ -63,7 +63,7 @@ async def opened(url: str, ping_s: float = 60.0, max_bytes: int = 1 << 20) -> We
     async def introduce(*_: object) -> dict[str, str]:
         return {"Authorization": "Bearer secret"}
 
-    return await connect(url, introduce, ping_s=ping_s, max_bytes=max_bytes)
+    return await connect(url, introduce, connect_s=5.0, ping_s=ping_s, max_bytes=max_bytes)
 
 
 async def all_of(socket: WebSocket) -> list[bytes]:
