@@ -1,7 +1,7 @@
 """Where every program of ours begins: with our own packages, whatever PYTHONPATH and the working folder hold.
 
     unbroken ARGUMENTS, python -m unbroken ARGUMENTS      the command
-    python .../unbroken.py -m MODULE ARGUMENTS            a module of ours (`supervisor.services.daemon_argv`)
+    python .../unbroken.py -m MODULE ARGUMENTS            a module of ours (`supervisor.paths.daemon_argv`)
 
 A user's repository may have a folder or file `recovery`, `supervisor` or `diagnosis`, and PYTHONPATH may lead to the
 packages of another Python. Neither may come before ours; what they add stays importable behind (plug-ins).

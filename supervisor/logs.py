@@ -1,6 +1,6 @@
 """What our daemons write to their logs: bounded lines, few repetitions, and nothing that a stranger has sent.
 
-The front keeps the files themselves small (`supervisor.services`), for what writes past this as well.
+The front keeps the files themselves small (`supervisor.run.front`), for what writes past this as well.
 """
 
 from __future__ import annotations

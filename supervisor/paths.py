@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +24,9 @@ JOBS: Final = "unbroken-jobs"
 
 
 RESERVE_BYTES = 128 * 1024
+
+START: Final = Path(__file__).resolve().parent.parent / "unbroken.py"
+"""Where each of our processes begins."""
 
 
 class NodePlan(Frozen, frozen=True, kw_only=True):
@@ -57,7 +62,7 @@ class NodePlan(Frozen, frozen=True, kw_only=True):
     kernel_log: str = "/dev/kmsg"
     """A kernel log stream, or a file that grows like one."""
     site_file: str = ""
-    """The site's own settings (`supervisor.site`); empty: the default file, where there is one."""
+    """The site's own settings (`supervisor.config`); empty: the default file, where there is one."""
 
 
 class RequeueRecord(Frozen, frozen=True, kw_only=True):
@@ -157,6 +162,18 @@ class LocalPaths:
     def rank_file(self, attempt: int, rank: int, suffix: str) -> Path:
         """`suffix`: out, err, exit, beacon, error.json or sock."""
         return self.attempt(attempt) / f"rank{rank}.{suffix}"
+
+
+def daemon_argv(module: str, *arguments: str) -> list[str]:
+    """The command that runs one of our modules; it is found whatever PYTHONPATH and the working folder hold."""
+    return [sys.executable, str(START), "-m", module, *arguments]
+
+
+def daemon_env(environment: Mapping[str, str], cwd: Path) -> dict[str, str]:
+    """The user's environment for a process in another folder: relative entries of PYTHONPATH made absolute."""
+    path = environment.get("PYTHONPATH", "")
+    entries = [str(cwd / entry) for entry in path.split(os.pathsep)] if path else []
+    return {**environment, **({"PYTHONPATH": os.pathsep.join(entries)} if entries else {})}
 
 
 def local_dir(job: str, node: str) -> Path:

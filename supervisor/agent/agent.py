@@ -35,6 +35,7 @@ from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.reconcile import Collect, NodeSituation, out_of_bounds, reconcile
 from supervisor.agent.space import SpaceMonitor
 from supervisor.agent.state import AgentState
+from supervisor.config import load_site_or_default, use_rules
 from supervisor.errors import KeeperError
 from supervisor.files import read_own
 from supervisor.keeper_client import KeeperClient, KeeperState, WorkerProcess
@@ -43,7 +44,6 @@ from supervisor.messages import ControllerMessage, Outcome, Refused
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.paths import LocalPaths, NodePlan
-from supervisor.site import load_or_default, use_rules
 
 CLOCK_EVERY_S = 60.0
 """The clock's offset changes all the time. It is read once a minute: every change is sent to the probe workers."""
@@ -126,7 +126,7 @@ log = logging.getLogger("unbroken.agent")
 class NodeAgent:
     def __init__(self, plan: NodePlan) -> None:
         self._state = state = AgentState(plan)
-        site, site_problem = load_or_default(plan.site_file)
+        site, site_problem = load_site_or_default(plan.site_file)
         rules_problem = use_rules(site, Path(plan.job_dir))
 
         # What it watches.

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-from supervisor.bench.subject import LIMIT_S, Script, plain, supervised, weights_sha256
-from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
+from supervisor.bench.recovery import LIMIT_S, Script, plain, supervised, weights_sha256
+from supervisor.demo.watched_run import RunFailed, WatchedRun
 
 ROLES = {"controller": "supervisor.controller.main", "agent": "supervisor.agent.agent"}
 PAUSE_S = (0.05, 2.0)
@@ -22,7 +22,7 @@ RANK_KILL_SHARE = 0.15
 """How often a rank is killed as well, just before: so that supervisors die in the middle of a recovery."""
 
 
-def processes_of(run: Rehearsal, role: str) -> list[psutil.Process]:
+def processes_of(run: WatchedRun, role: str) -> list[psutil.Process]:
     """The living processes of this role that the run's front started."""
     module = ROLES[role]
     try:
@@ -42,7 +42,7 @@ class Blows:
     def pause_s(self) -> float:
         return self._random.uniform(*PAUSE_S)
 
-    def strike(self, run: Rehearsal) -> None:
+    def strike(self, run: WatchedRun) -> None:
         roles = self._random.choice((("controller",), ("agent",), ("controller", "agent")))
         hit_rank = self._random.random() < RANK_KILL_SHARE
         victims = [(role, process) for role in roles for process in processes_of(run, role)]
@@ -56,7 +56,7 @@ class Blows:
             self.hits[role] += 1
 
 
-def _rank_pid(run: Rehearsal) -> psutil.Process | None:
+def _rank_pid(run: WatchedRun) -> psutil.Process | None:
     for line in reversed(run.lines):
         if " up, pid " in line.text:
             try:
@@ -67,7 +67,7 @@ def _rank_pid(run: Rehearsal) -> psutil.Process | None:
 
 
 def report(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Strike until `kills` processes of ours were killed, then let the run end. Raises RehearsalFailed."""
+    """Strike until `kills` processes of ours were killed, then let the run end. Raises RunFailed."""
     script = Script(steps=int(kills * 30 + 100), save_every=50)
     undisturbed, place = folder / "undisturbed", folder / "unbroken"
     undisturbed.mkdir(parents=True)
@@ -86,7 +86,7 @@ def report(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> d
     finally:
         run.close(grace_s=20.0)
     if code != 0:
-        raise RehearsalFailed(f"seed {seed}: unbroken run ended with {code}: {run.lines[-1].text}")
+        raise RunFailed(f"seed {seed}: unbroken run ended with {code}: {run.lines[-1].text}")
     took_s = time.monotonic() - began
     say("the same run, undisturbed")
     reference = plain(script._replace(step_ms=0.0), undisturbed)

@@ -28,7 +28,7 @@ import msgspec
 from supervisor.controller.client import ControllerClient
 from supervisor.controller.main import read_controller_file
 from supervisor.messages import OperatorCommand
-from supervisor.services import daemon_argv
+from supervisor.paths import daemon_argv
 from supervisor.wire.limits import raise_descriptor_limit
 
 PHASES: Final = ("steady", "reads", "death", "restart", "kill", "storm", "mass")

@@ -16,9 +16,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import psutil
 
-from supervisor.bench import stand_in
-from supervisor.bench.subject import LIMIT_S
-from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed, torchrun, unbroken
+from supervisor.bench.recovery import LIMIT_S
+from supervisor.demo.watched_run import RunFailed, WatchedRun, torchrun, unbroken
 from supervisor.node_health.state import Cost, HealthFile
 from supervisor.paths import LocalPaths, NodePlan
 
@@ -98,7 +97,7 @@ def processes(front: int) -> list[tuple[str, int]]:
             if role == "agent":
                 found += [(_role(one), one.pid) for one in child.children()]
     except psutil.Error as error:
-        raise RehearsalFailed(f"the processes of {front} cannot be read: {error}") from None
+        raise RunFailed(f"the processes of {front} cannot be read: {error}") from None
     return found
 
 
@@ -146,7 +145,7 @@ def read_health(local_dir: Path) -> HealthFile | None:
 
 
 def measure(local_dir: Path, seconds: float) -> dict[str, Any]:
-    """Watch the node whose local folder this is for so long. Raises RehearsalFailed."""
+    """Watch the node whose local folder this is for so long. Raises RunFailed."""
     plan = msgspec.json.decode(LocalPaths(local_dir).plan.read_bytes(), type=NodePlan)
     began, health = time.monotonic(), read_health(local_dir)
     before = all_usage(plan.front_pid)
@@ -155,7 +154,7 @@ def measure(local_dir: Path, seconds: float) -> dict[str, Any]:
     rows = [_row(before[pid], now, took_s) for pid, now in after.items() if pid in before]
     missing = set(COUNTED) - {row["role"] for row in rows}
     if missing:
-        raise RehearsalFailed(f"not there from beginning to end: {', '.join(sorted(missing))}")
+        raise RunFailed(f"not there from beginning to end: {', '.join(sorted(missing))}")
     rows.sort(key=lambda row: (row["role"] not in COUNTED, row["role"]))
     peak = {row["role"]: row["peak_mib"] for row in rows}
     values = {
@@ -207,7 +206,7 @@ def probe_rows(before: HealthFile | None, after: HealthFile | None) -> list[dict
 
 
 def running(job_dir: str, local_dir: str) -> Path:
-    """The local folder of a node that runs here. Raises RehearsalFailed."""
+    """The local folder of a node that runs here. Raises RunFailed."""
     for folder in [Path(local_dir)] if local_dir else _local_dirs():
         try:
             plan = msgspec.json.decode(LocalPaths(folder).plan.read_bytes(), type=NodePlan)
@@ -215,7 +214,7 @@ def running(job_dir: str, local_dir: str) -> Path:
             continue
         if local_dir or (Path(plan.job_dir) == Path(job_dir).resolve() and psutil.pid_exists(plan.front_pid)):
             return folder
-    raise RehearsalFailed(f"no node of {job_dir or local_dir} runs here")
+    raise RunFailed(f"no node of {job_dir or local_dir} runs here")
 
 
 def _local_dirs() -> Iterator[Path]:
@@ -226,7 +225,7 @@ def _local_dirs() -> Iterator[Path]:
 
 
 def report(folder: Path, load: Load, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
-    """Start a job that only talks, watch it, end it. Raises RehearsalFailed."""
+    """Start a job that only talks, watch it, end it. Raises RunFailed."""
     run = _start(folder, load)
     try:
         run.wait_for_step(20, timeout_s=LIMIT_S)
@@ -246,7 +245,7 @@ def report(folder: Path, load: Load, seconds: float, say: Callable[[str], None])
     return {**found, "about": load.describe(), "started": load._asdict()}
 
 
-def _start(folder: Path, load: Load) -> Rehearsal:
+def _start(folder: Path, load: Load) -> WatchedRun:
     arguments = ["--nproc-per-node", str(load.ranks), str(TALKER), str(load.lines_per_s), f"--save-dir={folder}/out"]
     command = unbroken("run", "--job-dir", str(folder / "job"), "--", *torchrun(), *arguments)
     env = {"UNBROKEN_LOCAL_DIR": str(folder / "l")}
@@ -256,6 +255,93 @@ def _start(folder: Path, load: Load) -> Rehearsal:
         env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [f"{folder}/lib", os.environ.get("LD_LIBRARY_PATH")]))
     if load.gpus or load.ports:
         if os.geteuid() != 0:
-            raise RehearsalFailed("only root can stand in for hardware: it takes a mount namespace")
-        command = [*stand_in.command(folder / "hardware", load.gpus, load.ports), *command]
-    return Rehearsal(command, folder=folder, env=env)
+            raise RunFailed("only root can stand in for hardware: it takes a mount namespace")
+        command = [*with_stand_ins(folder / "hardware", load.gpus, load.ports), *command]
+    return WatchedRun(command, folder=folder, env=env)
+
+
+# ----- GPUs and InfiniBand ports for a machine that has none, as files -----
+#
+# They lie over /sys/class and /sys/bus/pci/devices in a mount namespace of the measured command's own, beside what the
+# machine really has; nobody else sees them. Root only. What a
+# real adapter's driver does when it is read is not in them.
+
+CLASSES: Final = Path("/sys/class")
+DEVICES: Final = Path("/sys/bus/pci/devices")
+GPU_BUS, NIC_BUS = 0x10, 0x40
+"""First bus numbers: the GPUs are where tests/fake_nvml says that its own are."""
+_COUNTERS: Final = (
+    "excessive_buffer_overrun_errors link_downed link_error_recovery local_link_integrity_errors port_rcv_errors "
+    "port_rcv_data port_rcv_packets port_rcv_remote_physical_errors port_xmit_data port_xmit_discards port_xmit_wait "
+    "symbol_error"
+).split()
+_HW_COUNTERS: Final = (
+    "duplicate_request implied_nak_seq_err local_ack_timeout_err out_of_buffer out_of_sequence packet_seq_err "
+    "req_transport_retries_exceeded rnr_nak_retry_err roce_adp_retrans roce_slow_restart rx_icrc_encapsulated"
+).split()
+_AER: Final = {
+    "COR": "RxErr BadTLP BadDLLP Rollover Timeout NonFatalErr CorrIntErr HeaderOF",
+    "NONFATAL": "DLP SDES TLP FCP CmpltTO CmpltAbrt UnxCmplt RxOF MalfTLP ECRC UnsupReq ACSViol",
+    "FATAL": "DLP SDES TLP FCP CmpltTO CmpltAbrt UnxCmplt RxOF MalfTLP ECRC UnsupReq ACSViol",
+}
+
+
+def with_stand_ins(folder: Path, gpus: int, ports: int) -> list[str]:
+    """What to put before a command so that it, and only it, sees so many of them. Makes the files below `folder`."""
+    classes, devices = folder / "class", folder / "pci"
+    _copy_links(CLASSES, classes)
+    devices.mkdir(parents=True)
+    for entry in DEVICES.iterdir() if DEVICES.is_dir() else ():
+        (devices / entry.name).symlink_to(os.readlink(entry))
+    for number in range(gpus):
+        _function(folder, GPU_BUS + number, "0x030200", "0x10de", "0x2330")
+    for number in range(ports):
+        _adapter(classes / "infiniband" / f"mlx5_{number}", _function(folder, NIC_BUS + number, "0x020700"))
+    script = 'mount --bind "$1" "$2" && mount --bind "$3" "$4" && shift 4 && exec "$@"'
+    places = [str(classes), str(CLASSES), str(devices), str(DEVICES)]
+    return ["unshare", "--mount", "sh", "-c", script, "sh", *places]
+
+
+def _copy_links(source: Path, target: Path) -> None:
+    """The links of /sys/class as they are: relative ones lead to the same devices from the same place."""
+    for group in source.iterdir():
+        (target / group.name).mkdir(parents=True)
+        for entry in group.iterdir():
+            if entry.is_symlink():
+                (target / group.name / entry.name).symlink_to(os.readlink(entry))
+            elif entry.is_file():
+                (target / group.name / entry.name).touch()
+
+
+def _function(folder: Path, bus: int, pci_class: str, vendor: str = "0x15b3", device: str = "0x1021") -> Path:
+    """A PCI function in a slot of a root port of its own: both ends have links and AER counters."""
+    port, address = f"0000:{bus + 0x80:02x}:01.0", f"0000:{bus:02x}:00.0"
+    at = folder / "devices" / f"pci0000:{bus + 0x80:02x}" / port / address
+    for path, name, kind, maker in ((at.parent, port, "0x060400", "0x8086"), (at, address, pci_class, vendor)):
+        _write(path, {"class": kind, "vendor": maker, "device": device, "power/runtime_status": "active"})
+        _write(path, dict.fromkeys(("current_link_width", "max_link_width"), "16"))
+        _write(path, dict.fromkeys(("current_link_speed", "max_link_speed"), "32.0 GT/s PCIe"))
+        for suffix, names in _AER.items():
+            lines = [*(f"{error} 0" for error in names.split()), f"TOTAL_ERR_{suffix} 0"]
+            _write(path, {f"aer_dev_{'correctable' if suffix == 'COR' else suffix.lower()}": "\n".join(lines)})
+        (path / "config").write_bytes(bytes.fromhex(maker[4:] + maker[2:4]) + bytes(4094))
+        (folder / "pci" / name).symlink_to(path)
+    return at
+
+
+def _adapter(at: Path, function: Path) -> None:
+    """One ConnectX-7 with one NDR port."""
+    _write(at, {"fw_ver": "28.39.1002", "board_id": "MT_0000000838", "hca_type": "MT4129", "node_type": "1: CA"})
+    _write(at, {"sys_image_guid": f"a088:c203:00e5:{at.name.rpartition('_')[2]:0>4}"})
+    port = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)", "link_layer": "InfiniBand"}
+    _write(at / "ports/1", port)
+    _write(at / "ports/1/counters", dict.fromkeys(_COUNTERS, "0"))
+    _write(at / "ports/1/hw_counters", dict.fromkeys(_HW_COUNTERS, "0"))
+    (at / "device").symlink_to(function)
+
+
+def _write(folder: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")

@@ -3,19 +3,97 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import itertools
 import os
+import re
 import signal
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from supervisor.bench.subject import LIMIT_S, Script, plain, supervised, wait_for_ranks
 from supervisor.controller.journal import read_history
 from supervisor.controller.report import timeline_rows
-from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
+from supervisor.demo.watched_run import RunFailed, WatchedRun, torchrun, unbroken
+
+SCRIPT = Path(__file__).with_name("toy.py")
+UP = re.compile(r"rank (\d+) up, pid (\d+)")
+RESTARTS = 1000
+LIMIT_S = 120.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Script(NamedTuple):
+    """How the toy is run."""
+
+    ranks: int = 2
+    steps: int = 100_000
+    step_ms: float = 20.0
+    save_every: int = 20
+
+    def command(self, out: Path) -> list[str]:
+        options = {"--steps": self.steps, "--step-ms": self.step_ms, "--save-every": self.save_every}
+        arguments = [f"{name}={value}" for name, value in options.items()]
+        return ["--nproc-per-node", str(self.ranks), str(SCRIPT), f"--out={out}", *arguments]
+
+
+def plain(script: Script, folder: Path) -> WatchedRun:
+    """Plain torchrun at its best: with its shared store on, half of its restarts fail (docs/benchmarks.md)."""
+    command = [*torchrun(), f"--max-restarts={RESTARTS}", *script.command(folder / "out")]
+    return WatchedRun(command, folder=folder, env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+
+
+def supervised(script: Script, folder: Path, env: Mapping[str, str] | None = None) -> WatchedRun:
+    """The same under unbroken, with nothing configured but where its files are."""
+    command = unbroken("run", "--job-dir", str(folder / "job"), "--", *torchrun(), *script.command(folder / "out"))
+    places = {"UNBROKEN_LOCAL_DIR": str(folder / "l"), "BENCH_FAULTS": str(folder)}
+    return WatchedRun(command, folder=folder, env={**places, **(env or {})})
+
+
+class Ranks(NamedTuple):
+    """One generation of workers."""
+
+    pids: dict[int, int]
+    begun_at: float
+    """When the last of them was created, monotonic."""
+    reported_at: float
+    """When the last of them had printed its first line."""
+
+
+def wait_for_ranks(run: WatchedRun, script: Script, after: float) -> Ranks:
+    """The generation of workers that reported for duty since `after`. Raises RunFailed."""
+    deadline = time.monotonic() + LIMIT_S
+    pids: dict[int, int] = {}
+    created: list[float] = []
+    reported = after
+    while len(pids) < script.ranks:
+        line, match = run.wait_for(UP, after=after, timeout_s=deadline - time.monotonic(), test=_any_but(pids))
+        reported = max(reported, line.at)
+        pids[int(match[1])] = int(match[2])
+        created.append(process_created(int(match[2])))
+    return Ranks(pids, max(created), reported)
+
+
+def process_created(pid: int) -> float:
+    """When a process was created on the monotonic clock, to 10 ms. Raises RunFailed when it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        raise RunFailed(f"process {pid} is gone") from None
+    since_boot = int(stat[stat.rfind(")") + 2 :].split()[19]) / TICKS_PER_S
+    return since_boot - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
+
+
+def weights_sha256(folder: Path) -> str:
+    return hashlib.sha256((folder / "out" / "weights.bin").read_bytes()).hexdigest()
+
+
+def _any_but(pids: Mapping[int, int]) -> Callable[[re.Match[str]], bool]:
+    known = frozenset(pids)
+    return lambda match: int(match[1]) not in known
+
 
 STEPS_BEFORE = 45
 """Before each fault: two checkpoints of new work."""
@@ -23,7 +101,7 @@ KILLS = 2
 """Killed ranks in each run."""
 HANG_LIMIT_S = 30.0
 
-Starter = Callable[[Script, Path], Rehearsal]
+Starter = Callable[[Script, Path], WatchedRun]
 
 
 class Samples(NamedTuple):
@@ -59,7 +137,7 @@ def measure(start: Starter, folder: Path, samples: Samples) -> None:
         run.close(grace_s=20.0)
 
 
-def _kill_one(run: Rehearsal, script: Script, samples: Samples) -> None:
+def _kill_one(run: WatchedRun, script: Script, samples: Samples) -> None:
     run.wait_for_step(run.last_step() + STEPS_BEFORE, after=time.monotonic(), timeout_s=LIMIT_S)
     victim = next(int(line.text.split()[-1]) for line in reversed(run.lines) if line.text.startswith("rank 1 up"))
     at = time.monotonic()
@@ -70,7 +148,7 @@ def _kill_one(run: Rehearsal, script: Script, samples: Samples) -> None:
 
 
 def measure_hang(fault: str, folder: Path) -> HangTimes:
-    """A rank that is stopped (`stop`) or in a deadlock (`deadlock`) under unbroken. Raises RehearsalFailed."""
+    """A rank that is stopped (`stop`) or in a deadlock (`deadlock`) under unbroken. Raises RunFailed."""
     script = Script()
     folder.mkdir(parents=True)
     run = supervised(script, folder)
@@ -99,7 +177,7 @@ def _time_of(job_dir: Path, kinds: tuple[str, ...], after: float) -> float:
             if row["kind"] in kinds and unix_time(row) >= after:
                 return unix_time(row)
         time.sleep(0.1)
-    raise RehearsalFailed(f"no {' or '.join(kinds)} within {HANG_LIMIT_S:.0f} s")
+    raise RunFailed(f"no {' or '.join(kinds)} within {HANG_LIMIT_S:.0f} s")
 
 
 def unix_time(row: dict[str, Any]) -> float:

@@ -28,9 +28,9 @@ from supervisor.errors import CheckRefused, ConfigError, ExitCode
 from supervisor.node_health.health_file import LONGEST_RELEASE_S, GpuRelease
 
 if TYPE_CHECKING:
+    from supervisor.config import SiteFile
     from supervisor.node_health.check import AnsweredCheck, CheckAnswer, CheckRow, Options
     from supervisor.node_health.contract import Site
-    from supervisor.site import SiteFile
 
 
 class SlurmForm(NamedTuple):
@@ -154,27 +154,26 @@ def check(
 def _rights(site_file: str) -> int:
     """Say whether this user may drain nodes, and whether root's programs are asked otherwise."""
     from supervisor.cli.drain_requests import rights
-    from supervisor.site import load_or_default
+    from supervisor.config import load_site_or_default
 
-    may, requests = rights(load_or_default(site_file or os.environ.get("UNBROKEN_SITE", ""))[0].drain_requests)
+    may, requests = rights(load_site_or_default(site_file or os.environ.get("UNBROKEN_SITE", ""))[0].drain_requests)
     write_answer({}, False, lambda _: click.echo(may.why if may.may_drain else f"{may.why}\n{requests}"))
     return 0 if may.may_drain else 1
 
 
 def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> SiteFile:
     """The site file, of a captured tree its own; one that cannot be used ends the program, or is left out."""
-    from supervisor import site
     from supervisor.node_health.contract import ProbeContext
 
     try:
         if root is not None and not named:
-            own = ProbeContext(root=root).path(str(site.DEFAULT_PATH))
-            return site.load(str(own)) if os.path.isfile(own) else site.SiteFile()
-        return site.load(named or config.load_here().settings.run.site_file)
+            own = ProbeContext(root=root).path(str(config.SITE_PATH))
+            return config.load_site(str(own)) if os.path.isfile(own) else config.SiteFile()
+        return config.load_site(named or config.load_here().settings.run.site_file)
     except (ConfigError, OSError) as error:
         if lenient:
             warn(f"the site file is not used: {error}")
-            return site.SiteFile()
+            return config.SiteFile()
         if not as_json:
             raise ConfigError(str(error)) from None
         source = "standalone" if root is None else "root"

@@ -25,7 +25,7 @@ from diagnosis.signals import Evidence, RankStack
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import redact
 from diagnosis.verdict.triage import conclude
-from supervisor import config, site
+from supervisor import config
 from supervisor.cli.output import print_answer, warn
 from supervisor.cli.render import diagnosis
 from supervisor.config import read_toml
@@ -251,8 +251,8 @@ def _progress(total: int, quiet: bool) -> Iterator[Callable[[int], None]]:
 
 def _site(job_dir: Path | None) -> dict[str, Any]:
     """The site's rows over our tables, with those of the rules in the job folder that is read."""
-    site_file, problem = site.load_or_default(config.load_here().settings.run.site_file)
-    problems = [problem, site.use_rules(site_file, job_dir)]
+    site_file, problem = config.load_site_or_default(config.load_here().settings.run.site_file)
+    problems = [problem, config.use_rules(site_file, job_dir)]
     for one in filter(None, problems):
         warn(f"{one}")
     if job_dir is None or problems[1]:

@@ -71,9 +71,9 @@ def serve(spool: str, per_hour: int, node: str, *, dry_run: bool) -> None:
 
 
 def _of_site() -> str:
-    from supervisor.site import load_or_default
+    from supervisor.config import load_site_or_default
 
-    site, problem = load_or_default(os.environ.get("UNBROKEN_SITE", ""))
+    site, problem = load_site_or_default(os.environ.get("UNBROKEN_SITE", ""))
     if problem:
         warn(f"{problem}")
     return site.drain_requests

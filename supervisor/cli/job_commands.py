@@ -224,7 +224,7 @@ def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
 
 def _training_python(command: Sequence[str]) -> str:
     """The interpreter that the job's command would run with here. Raises LaunchRefused."""
-    from supervisor.run.interpreter import training_python
+    from supervisor.run.prepare import training_python
 
     program = command[0] if command else "python"
     return training_python(program, os.path.basename(program).startswith("python"), os.environ)

@@ -239,9 +239,9 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, he
 def replay(journal: Path, as_json: bool) -> None:
     """Feed JOURNAL (a job folder or one file) through this version: does it decide the same?"""
     from supervisor.cli import render
+    from supervisor.config import use_begun_rules
     from supervisor.controller.journal import read_history
     from supervisor.controller.report import differences
-    from supervisor.site import use_begun_rules
 
     try:
         history = read_history(journal)

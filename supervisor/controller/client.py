@@ -22,7 +22,6 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from diagnosis.signals import clean_line, clean_text
-from supervisor import munge
 from supervisor.errors import (
     NOT_PROVEN,
     CommandDenied,
@@ -42,6 +41,7 @@ from supervisor.wire.authentication import (
     Unproven,
     equal,
     exchange_of,
+    munge_credential,
     new_nonce,
 )
 from supervisor.wire.peers import is_loopback, not_private, own_users, peer_uid
@@ -208,7 +208,7 @@ class ControllerClient:
         body = dict(zip(("command", "argument", "reason"), words, strict=True), by=command.by)
         if dry_run:
             return self._ask("POST", "/v1/override", msgspec.json.encode({**body, "dry_run": True}), REPLAY_TIMEOUT_S)
-        body["munge"] = munge.sign(self._secret.command_digest(*words))
+        body["munge"] = munge_credential(self._secret.command_digest(*words))
         return self._ask("POST", "/v1/override", msgspec.json.encode(body))
 
     def ask_model(self, incident: str) -> dict[str, Any]:

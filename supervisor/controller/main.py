@@ -237,10 +237,8 @@ def _requeued(now: float, job_dir: Path, spec: JobSpec, requeues: int) -> JobReq
 
 def _use_rules(job_dir: Path, *, begun: bool) -> None:
     """Read output as the agents do, with the rules of the site and of the job; one that has `begun` keeps its own."""
-    from supervisor.site import load_or_default, use_rules_of_life
-
-    site_file, problem = load_or_default(config.received(os.environ).run.site_file)
-    for flaw in (problem, use_rules_of_life(site_file, job_dir, begun=begun)):
+    site_file, problem = config.load_site_or_default(config.received(os.environ).run.site_file)
+    for flaw in (problem, config.use_rules_of_life(site_file, job_dir, begun=begun)):
         if flaw:
             log.warning("%s", flaw)
 

@@ -118,8 +118,8 @@ class Folded(NamedTuple):
 
 def fold(where: Path) -> Folded:
     """Replay the journals of a job folder, or one journal file, through the job. Raises OSError."""
+    from supervisor.config import use_begun_rules
     from supervisor.job.job import Job
-    from supervisor.site import use_begun_rules
 
     history = read_history(where)
     use_begun_rules(where if where.is_dir() else where.parent)

@@ -21,7 +21,6 @@ import msgspec
 from aiohttp import web
 
 from diagnosis.signals import clean_line, clean_text
-from supervisor import munge
 from supervisor.blocking import timeout
 from supervisor.controller.listener import BACKLOG, NOT_SIGNED, AgentService, Listener
 from supervisor.errors import CommandNotJournalled
@@ -33,6 +32,7 @@ from supervisor.wire.authentication import (
     PROOF_HEADER,
     Authenticator,
     is_nonce,
+    munge_user,
 )
 from supervisor.wire.peers import listen_privately, user_name
 
@@ -257,7 +257,7 @@ class Server:
             address, uid = (connection.peer, connection.uid) if connection is not None else ("?", None)
             if uid is None and credential:
                 signed = self._authenticator.secret.command_digest(*(str(body.get(name, "")) for name in SIGNED))
-                uid = await asyncio.to_thread(munge.signed_by, str(credential), signed, MUNGE_S)
+                uid = await asyncio.to_thread(munge_user, str(credential), signed, MUNGE_S)
             command = operator_command({**body, "by": given_by(uid, address, str(body.get("by", "")))}, uid)
             return _answer(await (self._service.dry_run if dry_run else self._service.command)(command))
         except CommandNotJournalled as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def main(argv: list[str]) -> int:
     """Run the demo; its exit code (0: recovered from everything, and the final weights are equal)."""
-    from supervisor.demo.director import command
+    from supervisor.demo.demo import command
 
     result = command.main(args=argv, prog_name="unbroken demo", standalone_mode=False)
     return int(result or 0)

@@ -38,8 +38,7 @@ from supervisor.node_health.protocol import (
 )
 from supervisor.node_health.state import unkillable
 from supervisor.node_health.worker import waiting_in
-from supervisor.paths import write_atomically
-from supervisor.services import daemon_argv, daemon_env
+from supervisor.paths import daemon_argv, daemon_env, write_atomically
 
 UNKILLABLE_KEPT: Final = 3
 """Beside so many processes that cannot be killed no new one is started."""

@@ -20,7 +20,7 @@ from diagnosis.llm import Question
 from diagnosis.signals import clean_line
 from supervisor.blocking import BlockingCalls, timeout
 from supervisor.errors import ModelUnavailable
-from supervisor.services import daemon_argv, daemon_env
+from supervisor.paths import daemon_argv, daemon_env
 
 
 class ModelAnswer(NamedTuple):

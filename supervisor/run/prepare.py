@@ -6,6 +6,8 @@ Raises LaunchRefused or ConfigError with one sentence when something does not fi
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import re
@@ -13,6 +15,8 @@ import secrets
 import shlex
 import shutil
 import socket
+import stat
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -24,14 +28,13 @@ import msgspec
 
 from diagnosis.text import redact_words
 from recovery.scheduling import JobThere, slurm_job
-from supervisor.config import RunSettings, Settings
+from supervisor.config import RunSettings, Settings, load_site
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
 from supervisor.files import Here, make_shared, read_token
 from supervisor.messages import JobSpec
-from supervisor.paths import JOBS, LocalPaths, NodePlan, start_time, write_atomically
-from supervisor.run.interpreter import training_python
+from supervisor.node_health.storage import mount_of, parse_mountinfo
+from supervisor.paths import JOBS, LocalPaths, NodePlan, local_dir, start_time, write_atomically
 from supervisor.run.lease import Holder, Lease, holder_here, take
-from supervisor.run.local import LocalFolder, release, take_local_folder
 from supervisor.run.torchrun_options import TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.training import launcher_variables, write_stub
 
@@ -178,9 +181,7 @@ def _site_file(options: RunOptions, cwd: Path) -> str:
     if not options.run.site_file:
         return ""
     path = str(cwd / options.run.site_file)
-    from supervisor import site
-
-    site.load(path)
+    load_site(path)
     return path
 
 
@@ -461,3 +462,290 @@ def has_service(job_dir: Path, token_file: str = "") -> bool:
     except (CommandDenied, ControllerUnreachable):
         return False
     return True
+
+
+# ----- the local folder -----
+#
+# It is made for this user alone, held by a lock while its `unbroken run` lives, and tidied up later. Who holds a folder
+# is told by the lock (flock), not by process ids: they mean nothing in another container or on another host. On a
+# network file system a lock may hold on one host only, so each boot of a host has folders of its own there.
+
+SOCKET_PATH_LIMIT = 107
+_LONGEST_SOCKET = "attempts/99999/rank999999.sock"
+LOCK_WAIT_S = 2.0
+"""A process that tidies up holds the locks of dead jobs for a moment."""
+PREVIOUS = ".previous"
+
+
+class LocalFolder(NamedTuple):
+    """A local folder that is ours until `lock` is closed."""
+
+    paths: LocalPaths
+    lock: int
+    """-1: this file system has no locks."""
+
+
+def take_local_folder(name: str, job_dir: Path, node: str) -> LocalFolder:
+    """The node's local folder, empty; what an earlier run left in it is kept once, as `<node>.previous`.
+
+    Raises LaunchRefused where it is another user's, or open to others, or where its run still lives.
+    """
+    digest = hashlib.sha256(str(job_dir).encode()).hexdigest()[:8]
+    root = local_dir("", "").absolute()
+    node += _mark(root)
+    folder = local_dir(f"{name}-{digest}", node).absolute()
+    if len(os.fsencode(folder)) + len(_LONGEST_SOCKET) + 1 > SOCKET_PATH_LIMIT:
+        short = hashlib.sha256(f"{folder}".encode()).hexdigest()[:12]
+        folder = Path(f"/tmp/unbroken-{os.getuid()}/{short}/n")
+    try:
+        _own(folder.parent.parent, shared=True)
+        _own(folder.parent)
+        lock = _lock(folder, LOCK_WAIT_S)
+        if lock is None:
+            raise LaunchRefused(f"this job runs already on this node ({folder}): give --name or --node-name")
+        try:
+            if folder.exists():
+                previous = folder.with_name(f"{folder.name}{PREVIOUS}")
+                shutil.rmtree(previous, ignore_errors=True)
+                folder.rename(previous)
+            _own(folder)
+        except OSError:
+            release(lock)
+            raise
+    except OSError as error:
+        raise LaunchRefused(
+            f"the local folder {folder} cannot be made ({error.strerror}): set UNBROKEN_LOCAL_DIR to one that can"
+        ) from error
+    return LocalFolder(LocalPaths(folder), lock)
+
+
+def _own(folder: Path, *, shared: bool = False) -> None:
+    """Make `folder`, for this user alone. Sockets in it start processes: nobody else may own it, or put others there.
+
+    `shared`: the one above all jobs. It may be root's, and read by others, and written to where none can remove
+    another's (sticky, as /tmp).
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = os.lstat(folder)
+    how = "set UNBROKEN_LOCAL_DIR to your own"
+    if stat.S_ISLNK(found.st_mode):
+        raise LaunchRefused(f"the local folder {folder} is a link: set UNBROKEN_LOCAL_DIR to the folder behind it")
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid not in ({os.getuid(), 0} if shared else {os.getuid()}):
+        raise LaunchRefused(f"the local folder {folder} belongs to somebody else: {how}")
+    others = found.st_mode & (0o022 if shared else 0o077)
+    if others and not (shared and found.st_mode & stat.S_ISVTX):
+        mode = "go-w" if shared else "700"
+        raise LaunchRefused(
+            f"the local folder {folder} is open to other users ({found.st_mode & 0o7777:o}): `chmod {mode} {folder}`, "
+            f"once you have seen that what is in it is yours, or {how}"
+        )
+
+
+def _mark(root: Path) -> str:
+    """Distinguishes this boot of this host from others that share the folders; empty on a file system of its own."""
+    try:
+        mounts = parse_mountinfo(Path("/proc/self/mountinfo").read_text(errors="replace"))
+        mount = mount_of(os.path.realpath(root), mounts)
+        if mount is not None and not mount.network:
+            return ""
+        return "-" + Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    except OSError:
+        return ""
+
+
+# ----- locks -----
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name.removesuffix(PREVIOUS)}.lock")
+
+
+def _lock(folder: Path, wait_s: float = 0.0) -> int | None:
+    """Lock the folder: a descriptor; -1 without locks; None where another process holds it. Raises OSError."""
+    path, deadline = _lock_file(folder), time.monotonic() + wait_s
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still(descriptor, path):
+                return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                return None
+            time.sleep(0.05)
+        except OSError:
+            os.close(descriptor)
+            return -1
+        os.close(descriptor)
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    """Whether the file is still in its place: a process that tidies up may have removed it."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+def release(lock: int) -> None:
+    if lock >= 0:
+        os.close(lock)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process holds the local folder, or may hold it, where there are no locks."""
+    if not _lock_file(folder).exists():
+        return True
+    try:
+        lock = _lock(folder)
+    except OSError:
+        return True
+    if lock is not None:
+        release(lock)
+    return lock is None or lock < 0
+
+
+# ----- afterwards -----
+
+
+def remove_old_jobs(folder: Path, keep: int = 5) -> None:
+    """Delete what earlier jobs left beside `folder`'s job: all but the newest `keep` that are provably over."""
+    root, mark = folder.parent.parent, _mark(folder)
+    jobs = []
+    for job in root.iterdir():
+        nodes = [path.parent for path in job.glob("*/node.json")]
+        ours = all(node.name.removesuffix(PREVIOUS).endswith(mark) for node in nodes)
+        if job != folder.parent and nodes and ours and not any(map(is_held, nodes)):
+            jobs.append((max(node.stat().st_mtime for node in nodes), job, nodes))
+    for _, job, nodes in sorted(jobs)[: -keep or None]:
+        _remove(job, nodes)
+
+
+def _remove(job: Path, nodes: list[Path]) -> None:
+    """Delete a job's folder with all its locks held, so that no run starts in it meanwhile."""
+    held: list[int] = []
+    try:
+        for name in {node.name.removesuffix(PREVIOUS) for node in nodes}:
+            lock = _lock(job / name)
+            if lock is None or lock < 0:
+                return
+            held.append(lock)
+        shutil.rmtree(job, ignore_errors=True)
+    except OSError:
+        return
+    finally:
+        for lock in held:
+            with contextlib.suppress(OSError):
+                release(lock)
+
+
+# ----- the training environment's Python, found behind `torchrun` or `python` -----
+
+ASK_TIMEOUT_S = 60.0
+"""A first import from a cold network file system takes its time."""
+
+
+def training_python(program: str, is_python: bool, environment: Mapping[str, str]) -> str:
+    """Path of the Python that `program` (torchrun, or a Python itself) runs with. Raises LaunchRefused.
+
+    The path is not resolved: a virtual environment's Python is a link, and means something only by its place.
+    """
+    path = _find(program, environment)
+    python = _behind_scripts(path) if is_python else python_of_script(path, environment) or _sibling(path)
+    if not python:
+        raise LaunchRefused(f"cannot find the Python that {path} runs: use `python -m torch.distributed.run` instead")
+    if not _has_torch(python):
+        raise LaunchRefused(f"{python} has no torch: activate the training environment, or give its torchrun's path")
+    return python
+
+
+def _find(program: str, environment: Mapping[str, str]) -> Path:
+    found = shutil.which(program, path=environment.get("PATH"))
+    beside = Path(sys.executable).parent / program
+    if found is None and os.sep not in program and os.access(beside, os.X_OK):
+        found = str(beside)  # .venv/bin/unbroken, with the environment not activated
+    if found is None:
+        raise LaunchRefused(f"{program} is not found: activate the training environment, or give its path")
+    return Path(found).absolute()
+
+
+def _head(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(4096).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def python_word(head: str) -> str:
+    """The interpreter that a script's first lines name: a path, or a bare word for PATH. Empty: not a Python."""
+    lines = head.split("\n", 2)
+    if not lines[0].startswith("#!"):
+        return ""
+    words = lines[0][2:].split()
+    if words and words[0].endswith("/sh") and len(lines) > 1:
+        # pip's and uv's way around long paths and spaces: '''exec' "/long path/python" "$0" "$@"
+        quoted = re.match(r"""'''exec'\s+(?:"([^"]+)"|'([^']+)'|(\S+))""", lines[1])
+        return next((part for part in quoted.groups() if part), "") if quoted else ""
+    if words and words[0].endswith("/env"):
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+    word = words[0] if words else ""
+    return word if re.match(r"(python|pypy)", Path(word).name) else ""
+
+
+def python_of_script(path: Path, environment: Mapping[str, str]) -> str:
+    """The Python of a script like torchrun by its first lines; empty when they name none that exists."""
+    word = python_word(_head(path))
+    if not word:
+        return ""
+    found = shutil.which(word, path=environment.get("PATH"))
+    return _behind_scripts(Path(found)) if found else ""
+
+
+def _sibling(path: Path) -> str:
+    for name in ("python", "python3"):
+        beside = path.parent / name
+        if os.access(beside, os.X_OK):
+            return _behind_scripts(beside)
+    return ""
+
+
+def _behind_scripts(python: Path) -> str:
+    """`python`, or what it runs when it is a script (pyenv's shims, wrappers)."""
+    if not _head(python).startswith("#!"):
+        return str(python)
+    try:
+        asked = subprocess.run(
+            [str(python), "-c", "import sys; print(sys.executable)"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return asked.stdout.strip().rpartition("\n")[2]
+
+
+def _has_torch(python: str) -> bool:
+    """Looked for where it usually is, which costs nothing; else the Python is asked."""
+    prefix = Path(python).parent.parent
+    for pattern in ("lib*/python3*/site-packages/torch/version.py", "lib*/python3*/dist-packages/torch/version.py"):
+        if next(iter(prefix.glob(pattern)), None) is not None:
+            return True
+    question = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('torch') else 3)"
+    try:
+        return (
+            subprocess.run(
+                [python, "-c", question],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=ASK_TIMEOUT_S,
+                check=False,
+            ).returncode
+            != 3
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False

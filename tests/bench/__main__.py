@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from supervisor.errors import LaunchRefused
-from supervisor.run.interpreter import training_python
+from supervisor.run.prepare import training_python
 from tests.bench import diagnosis as diagnosis_bench
 from tests.bench import flight as flight_bench
 from tests.bench import scan as scan_bench

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 
-from supervisor import config, site
+from supervisor import config
 from supervisor.bench.command import group as bench
 from supervisor.cli.main import main
 from supervisor.node_health.check import site_problems, table
@@ -63,7 +63,7 @@ def test_the_probe_of_the_page(
 def test_the_site_file_of_the_runbook(tmp_path: Path) -> None:
     path = tmp_path / "site.toml"
     path.write_text(example("runbook.md", "toml"))
-    read = site.load(str(path))
+    read = config.load_site(str(path))
     assert site_problems(table(), read.site) == []
     assert set(read.tables) == {"xid", "kernel", "rule"}
     assert {name for name in read.site.expect.__struct_fields__ if not getattr(read.site.expect, name)} == set(), (

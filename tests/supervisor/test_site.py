@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diagnosis import rules
-from supervisor import site
+from supervisor import config
 from supervisor.errors import ConfigError
 from supervisor.node_health.contract import Site
 
@@ -36,7 +36,7 @@ def test_all_of_it(tmp_path: Path) -> None:
         severity = "fatal"
         """,
     )
-    read = site.load(path)
+    read = config.load_site(path)
     assert read.path == path
     assert read.site.skip == ("ethernet_*",)
     assert read.site.interfaces_left_out == ("eno*",)
@@ -64,17 +64,17 @@ def test_all_of_it(tmp_path: Path) -> None:
 def test_a_wrong_file_names_its_key(tmp_path: Path, text: str, named: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as raised:
-        site.load(path)
+        config.load_site(path)
     assert path in str(raised.value)
     assert named in str(raised.value)
-    read, problem = site.load_or_default(path)
+    read, problem = config.load_site_or_default(path)
     assert read.site == Site()
     assert named in problem
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        site.load(str(tmp_path / "none.toml"))
+        config.load_site(str(tmp_path / "none.toml"))
 
 
 RULE = """
@@ -87,17 +87,17 @@ literals = ["tracker"]
 
 
 def test_rules_of_the_site_and_of_the_job(tmp_path: Path) -> None:
-    read = site.load(write(tmp_path, RULE))
+    read = config.load_site(write(tmp_path, RULE))
     job = tmp_path / "job"
     job.mkdir()
     try:
-        assert site.use_rules(read, job) == ""
+        assert config.use_rules(read, job) == ""
         assert [match.rule for match in rules.default().scan(b"tracker 7 unreachable")] == ["our_tracker"]
         (job / "rules.toml").write_text("[[rule]]\nid = 'our_tracker'\nconfidence = 0.6\n")
-        assert site.use_rules(read, job) == ""
+        assert config.use_rules(read, job) == ""
         assert [match.confidence for match in rules.default().scan(b"tracker 7 unreachable")] == [0.6]
         (job / "rules.toml").write_text("[[rule]]\nid = 'our_tracker'\nclass = 'no_such'\n")
-        assert "rule.our_tracker" in site.use_rules(read, job)
+        assert "rule.our_tracker" in config.use_rules(read, job)
         assert list(rules.default().scan(b"tracker 7 unreachable"))
     finally:
         rules.use([])
@@ -109,17 +109,17 @@ def test_a_job_keeps_the_rules_that_it_began_with(tmp_path: Path) -> None:
     job.mkdir()
     line = b"tracker 7 unreachable"
     try:
-        assert site.use_rules_of_life(site.SiteFile(), job, begun=False) == ""
+        assert config.use_rules_of_life(config.SiteFile(), job, begun=False) == ""
         (job / "rules.toml").write_text(RULE)
-        assert site.use_rules_of_life(site.SiteFile(), job, begun=True) == ""
+        assert config.use_rules_of_life(config.SiteFile(), job, begun=True) == ""
         assert not list(rules.default().scan(line))
-        assert site.use_rules_of_life(site.SiteFile(), job, begun=False) == "", "another job in the same folder"
+        assert config.use_rules_of_life(config.SiteFile(), job, begun=False) == "", "another job in the same folder"
         assert [match.rule for match in rules.default().scan(line)] == ["our_tracker"]
         (job / "rules.toml").unlink()
-        assert site.use_begun_rules(job)
+        assert config.use_begun_rules(job)
         assert [match.rule for match in rules.default().scan(line)] == ["our_tracker"]
-        (job / site.BEGUN).write_bytes(b"\xff")
-        assert site.use_rules_of_life(site.SiteFile(), job, begun=True) == ""
+        (job / config.RULES_BEGUN).write_bytes(b"\xff")
+        assert config.use_rules_of_life(config.SiteFile(), job, begun=True) == ""
         assert not list(rules.default().scan(line))
     finally:
         rules.use([])
@@ -127,10 +127,10 @@ def test_a_job_keeps_the_rules_that_it_began_with(tmp_path: Path) -> None:
 
 def test_a_wrong_rule_is_refused_with_its_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rule\.our_tracker"):
-        site.load(write(tmp_path, RULE.replace("dns_or_connect", "no_such")))
+        config.load_site(write(tmp_path, RULE.replace("dns_or_connect", "no_such")))
 
 
 def test_a_pipe_is_no_site_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "site.toml")
     with pytest.raises(ConfigError, match="pipe"):
-        site.load(str(tmp_path / "site.toml"))
+        config.load_site(str(tmp_path / "site.toml"))

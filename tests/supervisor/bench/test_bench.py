@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from supervisor.bench.recovery import unix_time
-from supervisor.bench.subject import process_created
-from supervisor.demo.rehearsal import RehearsalFailed
+from supervisor.bench.recovery import process_created, unix_time
+from supervisor.demo.watched_run import RunFailed
 
 
 def bench(*arguments: str, timeout_s: float) -> dict[str, Any]:
@@ -31,7 +30,7 @@ def test_the_creation_of_a_process_is_known_to_10_ms() -> None:
         created = process_created(child.pid)
         child.communicate(b"\n", timeout=30)
     assert before - 0.02 < created < after + 0.02
-    with pytest.raises(RehearsalFailed, match="is gone"):
+    with pytest.raises(RunFailed, match="is gone"):
         process_created(child.pid)
 
 

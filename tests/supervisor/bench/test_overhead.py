@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from diagnosis.health import CheckResult
-from supervisor.bench import overhead, stand_in
-from supervisor.demo.rehearsal import RehearsalFailed
+from supervisor.bench import overhead
+from supervisor.demo.watched_run import RunFailed
 from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.infiniband import InfinibandProbe
 from supervisor.node_health.pci import PciProbe
@@ -48,14 +48,14 @@ def test_looks_are_counted_between_two_files_of_the_agent() -> None:
 
 
 def test_a_node_that_does_not_run_here_is_not_measured(tmp_path: Path) -> None:
-    with pytest.raises(RehearsalFailed, match="no node of"):
+    with pytest.raises(RunFailed, match="no node of"):
         overhead.running("", str(tmp_path))
-    with pytest.raises(RehearsalFailed, match="no node of"):
+    with pytest.raises(RunFailed, match="no node of"):
         overhead.running(str(tmp_path), "")
 
 
 def test_what_stands_in_for_hardware_looks_well_to_the_probes(tmp_path: Path) -> None:
-    argv = stand_in.command(tmp_path / "made", gpus=8, ports=8)
+    argv = overhead.with_stand_ins(tmp_path / "made", gpus=8, ports=8)
     assert argv[0] == "unshare"
     root = tmp_path / "root"
     for made, place_of_it in (

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from supervisor import munge
 from supervisor.controller.client import ControllerClient
 from supervisor.controller.server import given_by
 from supervisor.messages import OperatorCommand
+from supervisor.wire import authentication
 
 
 def test_what_is_proven_is_named_and_what_is_said_is_said() -> None:
@@ -87,7 +87,7 @@ def munged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     deadline = time.monotonic() + 60
-    while not munge.sign("ready", 30.0):
+    while not authentication.munge_credential("ready", 30.0):
         assert time.monotonic() < deadline
         assert daemon.poll() is None
         time.sleep(0.05)
@@ -98,13 +98,13 @@ def munged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.usefixtures("munged")
 def test_a_credential_is_good_once_and_for_its_order_alone() -> None:
-    credential = munge.sign("order 1", 30.0)
-    assert munge.signed_by(credential, "order 2", 30.0) is None
-    fresh = munge.sign("order 1", 30.0)
-    assert munge.signed_by(fresh, "order 1", 30.0) == os.getuid()
-    assert munge.signed_by(fresh, "order 1", 30.0) is None, "replayed"
+    credential = authentication.munge_credential("order 1", 30.0)
+    assert authentication.munge_user(credential, "order 2", 30.0) is None
+    fresh = authentication.munge_credential("order 1", 30.0)
+    assert authentication.munge_user(fresh, "order 1", 30.0) == os.getuid()
+    assert authentication.munge_user(fresh, "order 1", 30.0) is None, "replayed"
     for odd in ("", "MUNGE:nonsense:", "x" * 10_000):
-        assert munge.signed_by(odd, "order 1", 30.0) is None
+        assert authentication.munge_user(odd, "order 1", 30.0) is None
 
 
 @pytest.mark.usefixtures("munged")

@@ -11,7 +11,7 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Evidence
 from diagnosis.taxonomy import FailureClass
 from recovery.policy import Plan
-from supervisor.demo.director import Show
+from supervisor.demo.demo import Show
 from supervisor.view import IncidentView, utc
 
 INCIDENT = IncidentView(

@@ -10,7 +10,7 @@ import pytest
 from diagnosis import rules
 from diagnosis.incident import ProposedRule
 from diagnosis.taxonomy import FailureClass
-from supervisor import site
+from supervisor import config
 from supervisor.cli import operator_commands
 from supervisor.config import read_toml
 from supervisor.controller.client import ControllerClient
@@ -33,7 +33,7 @@ def _rules_as_before() -> object:
 
 def read_with(job_dir: Path) -> set[str]:
     """Ids of the rules that a process of this job finds in the line."""
-    assert site.use_rules(site.SiteFile(), job_dir) == ""
+    assert config.use_rules(config.SiteFile(), job_dir) == ""
     return {match.rule for match in rules.default().scan(LINE.replace("17", "4").encode())}
 
 

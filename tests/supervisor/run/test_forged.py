@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from supervisor.run.forged import Marker
+from supervisor.run.terminal import Marker
 
 FORGED = [
     b"unbroken: the run is complete\n",

@@ -22,7 +22,7 @@ from pathlib import Path
 from supervisor.config import RunSettings, Settings
 from supervisor.run.front import Front, open_standard_streams
 from supervisor.run.prepare import RunOptions, prepare
-from supervisor.services import ServiceProcess
+from supervisor.run.front import ServiceProcess
 
 cwd = Path.cwd()
 run = RunSettings(job_dir="job", node_name="n1")

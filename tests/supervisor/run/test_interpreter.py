@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from supervisor.errors import LaunchRefused
-from supervisor.run.interpreter import python_of_script, python_word, training_python
+from supervisor.run.prepare import python_of_script, python_word, training_python
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from supervisor.config import RunSettings, Settings
 from supervisor.errors import LaunchRefused
 from supervisor.files import Here
 from supervisor.paths import NodePlan, start_time
-from supervisor.run.local import is_held, remove_old_jobs
-from supervisor.run.prepare import Prepared, RunOptions, has_service, prepare
+from supervisor.run.prepare import Prepared, RunOptions, has_service, is_held, prepare, remove_old_jobs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch beside this Python")
 

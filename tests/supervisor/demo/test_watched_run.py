@@ -1,4 +1,4 @@
-"""Rehearsals of real processes."""
+"""Watched runs of real processes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from supervisor.demo.rehearsal import Rehearsal, RehearsalFailed
+from supervisor.demo.watched_run import RunFailed, WatchedRun
 
 COUNT = "import time\nfor i in range(1, 4): print(f'step {i}/3', flush=True)\ntime.sleep(60)"
 
 
 def test_lines_are_waited_for(tmp_path: Path) -> None:
-    run = Rehearsal([sys.executable, "-c", COUNT], folder=tmp_path)
+    run = WatchedRun([sys.executable, "-c", COUNT], folder=tmp_path)
     try:
         third = run.wait_for_step(3, timeout_s=60)
         first, match = run.wait_for(r"step (\d)", timeout_s=1)
         assert (match[1], third.text) == ("1", "step 3/3")
         assert run.started < first.at <= third.at < time.monotonic()
-        with pytest.raises(RehearsalFailed, match=r"(?s)no line 'step 4' within .* step 3/3"):
+        with pytest.raises(RunFailed, match=r"(?s)no line 'step 4' within .* step 3/3"):
             run.wait_for("step 4", timeout_s=0.05)
     finally:
         run.close()
@@ -31,25 +31,25 @@ def test_lines_are_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_is_not_waited_for(tmp_path: Path) -> None:
-    run = Rehearsal([sys.executable, "-c", "import sys; print('bad news'); sys.exit(3)"], folder=tmp_path)
-    with pytest.raises(RehearsalFailed, match=r"(?s)before its end.*bad news"):
+    run = WatchedRun([sys.executable, "-c", "import sys; print('bad news'); sys.exit(3)"], folder=tmp_path)
+    with pytest.raises(RunFailed, match=r"(?s)before its end.*bad news"):
         run.wait_for("good news", timeout_s=60)
     assert run.wait_for_end(60.0) == 3
 
 
 def test_a_run_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
-    run = Rehearsal([sys.executable, "-c", deaf], folder=tmp_path)
+    run = WatchedRun([sys.executable, "-c", deaf], folder=tmp_path)
     run.wait_for("deaf", timeout_s=60)
     run.close(grace_s=0.1)
     assert run.wait_for_end(60.0) == -signal.SIGKILL
 
 
-def test_a_run_does_not_outlive_who_rehearses_it() -> None:
+def test_a_run_ends_with_the_process_that_watches_it() -> None:
     code = (
-        "import pathlib, sys; from supervisor.demo.rehearsal import Rehearsal\n"
+        "import pathlib, sys; from supervisor.demo.watched_run import WatchedRun\n"
         "child = 'import time; print(1, flush=True); time.sleep(60)'\n"
-        "run = Rehearsal([sys.executable, '-c', child], folder=pathlib.Path())\n"
+        "run = WatchedRun([sys.executable, '-c', child], folder=pathlib.Path())\n"
         "run.wait_for('1'); print(run.process.pid, flush=True); input()"
     )
     with subprocess.Popen(

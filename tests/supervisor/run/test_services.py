@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from supervisor import services
-from supervisor.services import ServiceProcess
+from supervisor.run import front
+from supervisor.run.front import ServiceProcess
 
 FLOOD = """
 import sys, time
@@ -26,7 +26,7 @@ time.sleep(600)
 def test_a_log_that_grows_begins_anew_and_keeps_what_was_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(services, "LOG_LIMIT", 50_000)
+    monkeypatch.setattr(front, "LOG_LIMIT", 50_000)
     log = tmp_path / "agent.log"
     service = ServiceProcess("agent", [sys.executable, "-c", FLOOD], env=dict(os.environ), cwd=tmp_path, log=log)
     largest, deadline = 0, time.monotonic() + 60

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from supervisor.keeper_client import KeeperState, WorkerProcess
-from supervisor.services import daemon_argv
+from supervisor.paths import daemon_argv
 
 LINES_KEPT = 20_000
 TAIL = 15
@@ -31,7 +31,7 @@ _LIBC = ctypes.CDLL(None)
 STEP = re.compile(r"\bstep (\d+)/\d+")
 
 
-class RehearsalFailed(Exception):
+class RunFailed(Exception):
     """The run did not do what it was watched for; the message ends with the last lines it printed."""
 
 
@@ -41,7 +41,7 @@ class OutputLine(NamedTuple):
     text: str
 
 
-class Rehearsal:
+class WatchedRun:
     """One run. Each command is started in a session of its own, without standard input; all print into one story."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, env: Mapping[str, str] | None = None) -> None:
@@ -99,7 +99,7 @@ class Rehearsal:
         timeout_s: float = 60.0,
         test: Callable[[re.Match[str]], bool] = bool,
     ) -> tuple[OutputLine, re.Match[str]]:
-        """The first line printed since `after` with a `pattern` in it that passes `test`. Raises RehearsalFailed."""
+        """The first line printed since `after` with a `pattern` in it that passes `test`. Raises RunFailed."""
         deadline = time.monotonic() + timeout_s
         seen = -1
         with self._news:
@@ -115,7 +115,7 @@ class Rehearsal:
                 left = deadline - time.monotonic()
                 if left <= 0 or ended:
                     why = f"within {timeout_s:.0f} s" if left <= 0 else "before its end"
-                    raise RehearsalFailed(f"no line {getattr(pattern, 'pattern', pattern)!r} {why}\n{self._tail()}")
+                    raise RunFailed(f"no line {getattr(pattern, 'pattern', pattern)!r} {why}\n{self._tail()}")
                 self._news.wait(min(left, 1.0))
 
     def wait_for_step(self, step: int, *, after: float = 0.0, timeout_s: float = 60.0) -> OutputLine:
@@ -128,12 +128,12 @@ class Rehearsal:
         return next((int(match[1]) for line in reversed(self.lines) if (match := STEP.search(line.text))), 0)
 
     def wait_for_end(self, timeout_s: float) -> int:
-        """Exit code of the first process, when all have ended. Raises RehearsalFailed when one goes on."""
+        """Exit code of the first process, when all have ended. Raises RunFailed when one goes on."""
         deadline = time.monotonic() + timeout_s
         try:
             codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in self._processes]
         except subprocess.TimeoutExpired:
-            raise RehearsalFailed(f"it did not end within {timeout_s:.0f} s\n{self._tail()}") from None
+            raise RunFailed(f"it did not end within {timeout_s:.0f} s\n{self._tail()}") from None
         for reader in self._readers:
             reader.join(5.0)
         return codes[0]
@@ -155,7 +155,7 @@ class Rehearsal:
 
 
 def _end_with_parent() -> None:
-    """In the child: SIGTERM when whoever rehearses is gone, however it went."""
+    """In the child: SIGTERM when the process that watches is gone, however it went."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
