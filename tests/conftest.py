@@ -13,9 +13,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
@@ -40,14 +42,14 @@ def _lacking(config: pytest.Config) -> dict[str, str]:
     return {marker: f"{marker}: {how}" for marker, (there, how) in needs.items() if not there}
 
 
-EDGES = "agent bench check commands controller demo diagnose front launcher metrics opinion probes".split()
+EDGES = "agent bench check cli controller demo diagnose metrics node_health opinion run".split()
 BESIDE_OTHERS = (
     "tests/bench/",
     "tests/training/",
     "tests/recovery/test_quarantine.py",
     "tests/recovery/test_worker.py",
     "tests/recovery/schedulers/",
-    "tests/supervisor/test_aside.py",
+    "tests/supervisor/test_blocking.py",
     "tests/supervisor/test_cli.py",
     "tests/diagnosis/flight/test_beside_torch.py",
     "tests/diagnosis/stacks/test_dumps.py",
@@ -121,6 +123,45 @@ def _lasts_s(item: pytest.Item) -> float:
     if marker:
         return float(marker.args[0])
     return 15.0 if item.get_closest_marker("e2e") or item.get_closest_marker("slurm") else 0.0
+
+
+def until(condition: Callable[[], Any], within_s: float, what: str | Callable[[], str]) -> Any:
+    """The first true value of `condition`; fails with `what` when there is none in time."""
+    began = asked = time.monotonic()
+    while not (value := condition()):
+        now = time.monotonic()
+        if now > began + within_s:
+            pytest.fail(f"not within {within_s:g} s: {what if isinstance(what, str) else what()}", pytrace=True)
+        time.sleep(max(0.05, now - asked))  # a look that is dear, a command of its own, is not to take a whole core
+        asked = time.monotonic()
+    return value
+
+
+JOBS: pytest.StashKey[list[Any]] = pytest.StashKey()
+
+
+@pytest.fixture
+def jobs(request: pytest.FixtureRequest) -> list[Any]:
+    """What a test starts; when it fails, its report ends with all that is known of them."""
+    return request.node.stash.setdefault(JOBS, [])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" and report.failed:
+        for number, job in enumerate(item.stash.get(JOBS, ())):
+            try:
+                report.sections += [(f"job {number}: {what}", text) for what, text in job.report()]
+            except Exception as error:
+                report.sections.append((f"job {number}", f"could not be reported: {error!r}"))
+    return report
+
+
+@pytest.fixture
+def after() -> Callable[[float], None]:
+    """Let a time pass that is itself the subject of a test (a fault of five seconds)."""
+    return time.sleep
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
+
+from tests.conftest import until
 
 TRAINERS = Path(__file__).parent / "trainers"
 BIN = Path(sys.executable).parent
@@ -61,18 +63,6 @@ KNOWN = {
     "uneven": Trainer("uneven.py", ("{steps}", "{pace}")),
     "pauses": Trainer("pauses.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
 }
-
-
-def until(condition: Callable[[], Any], within_s: float, what: str) -> Any:
-    """The first true value of `condition`; fails with `what` when there is none in time."""
-    began = asked = time.monotonic()
-    while not (value := condition()):
-        now = time.monotonic()
-        if now > began + within_s:
-            pytest.fail(f"not within {within_s:g} s: {what}", pytrace=True)
-        time.sleep(max(0.02, now - asked))  # a look that is dear, a command of its own, is not to take a whole core
-        asked = time.monotonic()
-    return value
 
 
 def alive(pid: int, since: float) -> bool:
@@ -297,11 +287,9 @@ class Job:
 
 @pytest.fixture
 def supervise(
-    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Callable[[Sequence[str], int], bytes]
+    jobs: list[Job], tmp_path: Path, undisturbed: Callable[[Sequence[str], int], bytes]
 ) -> Iterator[Callable[..., Job]]:
     """Start a job as a user would; everything it started is ended with the test."""
-    jobs: list[Job] = []
-    request.node.stash[JOBS] = jobs
     locals_: list[Path] = []
 
     def start(
@@ -362,24 +350,31 @@ def supervise(
         shutil.rmtree(local, ignore_errors=True)
 
 
+FLAW = """
+import os
+from diagnosis.health import Check, healthy, unhealthy
+
+class FlawProbe:
+    name, every_s, deadline_s = "flaw", 0.2, 5.0
+    checks = (
+        Check(id="flaw", what="w", source="s", threshold="t", failure_class="gpu_ecc_uncorrectable", scope="gpu"),
+    )
+    def look(self, place, now):
+        gpu = "0000:c1:00"
+        if not os.path.exists(os.environ["FLAW"]):
+            return [healthy("flaw", gpu, gpu=gpu)]
+        pids = [pid for pid, rank in place.job.ranks.items() if rank == 1]
+        return [unhealthy("flaw", "two uncorrected errors", gpu, gpu=gpu, pids=pids)]
+"""
+
+
 @pytest.fixture
-def after() -> Callable[[float], None]:
-    """Let a time pass that is itself the subject of a test (a fault of five seconds)."""
-    return time.sleep
-
-
-JOBS: pytest.StashKey[list[Job]] = pytest.StashKey()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure is told with everything that is known of its jobs."""
-    report = yield
-    if report.when == "call" and report.failed:
-        jobs: list[Job] = item.stash.get(JOBS, [])
-        for number, job in enumerate(jobs):
-            try:
-                report.sections += [(f"job {number}: {what}", text) for what, text in job.report()]
-            except Exception as error:
-                report.sections.append((f"job {number}", f"could not be reported: {error!r}"))
-    return report
+def flaw(tmp_path: Path) -> dict[str, str]:
+    """A plug-in that sees a flaw of a GPU once the file FLAW is there; the environment in which it is found."""
+    info = tmp_path / "plug-in/flaw-0.dist-info"
+    info.mkdir(parents=True)
+    (info.parent / "flaw_probe.py").write_text(FLAW)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flaw\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[unbroken.probes]\nflaw = flaw_probe:FlawProbe\n")
+    path = os.pathsep.join(filter(None, [str(info.parent), os.environ.get("PYTHONPATH", "")]))
+    return {"PYTHONPATH": path, "FLAW": str(tmp_path / "flaw")}

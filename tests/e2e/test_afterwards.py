@@ -54,14 +54,6 @@ def test_an_exception_and_what_is_told_of_it(supervise: Supervise) -> None:
     assert not job.kin(), "something of the job is left"
 
 
-@pytest.mark.slow
-def test_a_run_without_faults_has_nothing_to_tell(supervise: Supervise) -> None:
-    job = supervise("plain", pace=0.01)
-    job.succeeds()
-    assert job.incidents() == []
-    assert job.told("status")["step"] == 60
-
-
 @pytest.mark.parametrize(
     ("code", "command", "says"),
     [

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,40 +14,6 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 Supervise = Callable[..., Any]
-
-PROBE = """
-import os
-from diagnosis.health import Check, healthy, unhealthy
-
-class FlawProbe:
-    name, every_s, deadline_s = "flaw", 0.2, 5.0
-    checks = (
-        Check(id="flaw", what="w", source="s", threshold="t", failure_class="gpu_ecc_uncorrectable", scope="gpu"),
-    )
-    def look(self, place, now):
-        if not os.path.exists(os.environ["FLAW"]):
-            return [healthy("flaw", "0000:c1:00")]
-        pids = [pid for pid, rank in place.job.ranks.items() if rank == 1]
-        return [unhealthy("flaw", "two uncorrected errors", "0000:c1:00", gpu="0000:c1:00", pids=pids)]
-"""
-
-
-def plug_in(folder: Path) -> dict[str, str]:
-    """The probe as an installed plug-in; the environment in which it is found."""
-    info = folder / "flaw-0.dist-info"
-    info.mkdir(parents=True)
-    (folder / "flaw_probe.py").write_text(PROBE)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flaw\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[unbroken.probes]\nflaw = flaw_probe:FlawProbe\n")
-    before = os.environ.get("PYTHONPATH", "")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *([before] if before else [])]), "FLAW": str(folder / "flaw")}
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def health(job: Any) -> dict[str, Any]:
@@ -64,17 +28,15 @@ def status(job: Any, check: str) -> str:
     return next((one["status"] for one in check_states if one["reading"]["check"] == check), "")
 
 
-def test_a_flaw_of_a_gpu_explains_a_crash(tmp_path: Path, supervise: Supervise) -> None:
-    env = plug_in(tmp_path / "plug-in")
-    job = supervise("plain", env=env, steps=2000)
-    until(lambda: status(job, "flaw") == "healthy", "the plug-in's first look")
-    Path(env["FLAW"]).touch()
-    until(lambda: status(job, "flaw") == "unhealthy", "the flaw in health.json")
+def test_a_flaw_of_a_gpu_explains_a_crash(flaw: dict[str, str], supervise: Supervise) -> None:
+    job = supervise("plain", env=flaw, steps=2000)
+    job.until(lambda: status(job, "flaw") == "healthy", 60, "the plug-in's first look")
+    Path(flaw["FLAW"]).touch()
+    job.until(lambda: status(job, "flaw") == "unhealthy", 60, "the flaw in health.json")
     job.kill(1)
     job.wait_shown("gpu_ecc_uncorrectable")
-    *_, incident = sorted(
-        job.incidents(), key=lambda one: one["opened_at"]
-    )  # the flaw may be one before, of a living rank
+    # The flaw may be one before, of a living rank.
+    *_, incident = sorted(job.incidents(), key=lambda one: one["opened_at"])
     (culprit,) = incident["verdict"]["culprits"]
     assert (incident["verdict"]["failure_class"], culprit["gpu"]) == ("gpu_ecc_uncorrectable", "0000:c1:00")
     assert culprit["rank"] == 1
@@ -91,10 +53,10 @@ def test_probe_workers_end_with_their_agent_and_come_back_with_the_next(supervis
             return []
 
     agent = job.process("agent")
-    until(lambda: len(workers(agent)) == 2, "both stations")
+    job.until(lambda: len(workers(agent)) == 2, 60, "both stations")
     before = workers(agent)
     agent.send_signal(signal.SIGKILL)
-    until(lambda: not any(one.is_running() for one in before), "the end of the stations")
-    until(lambda: job.process("agent").pid != agent.pid, "another agent")
-    until(lambda: len(workers(job.process("agent"))) == 2, "its stations")
+    job.until(lambda: not any(one.is_running() for one in before), 60, "the end of the stations")
+    job.until(lambda: job.process("agent").pid != agent.pid, 60, "another agent")
+    job.until(lambda: len(workers(job.process("agent"))) == 2, 60, "its stations")
     job.expect_alive()

@@ -52,7 +52,9 @@ def test_a_killed_keeper_and_a_killed_rank_cost_what_was_trained_again(supervise
     job.wait_step(40, 120)
     assert sorted(behind_s(job) for _ in range(5))[2] < 6.0, "a second, where the machine has time"
     job.wait_step(67, 120)
+    before = set(job.ranks().values())
     job.process("keeper").kill()
+    job.until(lambda: not set(job.ranks().values()) & before, 5, "the orphans' end")
     job.until(lambda: len(attempts(job.rig)) == 2, 60, "a second attempt")
     job.until(lambda: max(attempts(job.rig)[1]) >= 122, 120, "step 122 of it")
     job.kill(1)

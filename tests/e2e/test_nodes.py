@@ -1,13 +1,11 @@
-"""Several agents: each `unbroken run` below is a node of its own, on one machine or in network namespaces."""
+"""Several agents: each `unbroken run` below is a node of its own, on one machine. With links: tests/slurm."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,17 +26,15 @@ def states(job: Any) -> dict[str, str]:
     return {node["node"]: node["state"] for node in job.told("status")["nodes"]}
 
 
-def nodes(supervise: Supervise, trainer: str, prefixes: dict[str, list[str]], **more: Any) -> tuple[Any, Any, Any]:
+def nodes(supervise: Supervise, trainer: str, **more: Any) -> tuple[Any, Any, Any]:
     """Nodes a and b with a rank each, c as a spare; a comes first, so it has the controller and rank 0."""
     shared = {"nproc": 1, "world": 2, "torchrun": ("--nnodes", "2"), **more}
-    a = supervise(
-        trainer, node="a", options=("--node-name", "a", "--spares", "1"), prefix=prefixes.get("a", []), **shared
-    )
+    a = supervise(trainer, node="a", options=("--node-name", "a", "--spares", "1"), **shared)
     address = controller_address(a)
     others = []
     for name, extra in (("b", ()), ("c", ("--spare",))):
         options = ("--node-name", name, "--controller", address, "--spares", "1", *extra)
-        job = supervise(trainer, node=name, options=options, prefix=prefixes.get(name, []), **shared)
+        job = supervise(trainer, node=name, options=options, **shared)
         # A spare that came before an ordinary node would be taken in its stead.
         job.until(lambda name=name: name in states(a), 30, f"node {name} to join")
         others.append(job)
@@ -58,7 +54,7 @@ def lost_nodes(job: Any) -> list[str]:
 
 
 def test_a_node_dies_and_the_spare_steps_in(supervise: Supervise) -> None:
-    a, b, c = nodes(supervise, "plain", {}, pace=0.25)
+    a, b, c = nodes(supervise, "plain", pace=0.25)
     for process in b.kin():
         process.kill()
     assert set(c.wait_ranks(1)) == {1}
@@ -70,7 +66,7 @@ def test_a_node_dies_and_the_spare_steps_in(supervise: Supervise) -> None:
 @pytest.mark.slow
 def test_an_operator_moves_the_run_to_the_spare(supervise: Supervise) -> None:
     """Cordoned, it stays in use until the next attempt; given back, it is the spare."""
-    a, b, c = nodes(supervise, "plain", {}, pace=0.3)
+    a, b, c = nodes(supervise, "plain", pace=0.3)
     a.ask("cordon", "b", "-m", "its fan is loud")
     assert set(b.ranks()) == {1}
     would = a.told("restart", "--dry-run")
@@ -89,7 +85,7 @@ def test_an_operator_moves_the_run_to_the_spare(supervise: Supervise) -> None:
 @pytest.mark.slow
 def test_a_node_freezes_and_comes_back(supervise: Supervise) -> None:
     """What ran there before it froze must not go on when it thaws: the run has moved to the spare."""
-    a, b, c = nodes(supervise, "megatron", {}, pace=0.3)
+    a, b, c = nodes(supervise, "megatron", pace=0.3)
     old = b.ranks()
     for process in b.kin():
         os.kill(process.pid, signal.SIGSTOP)
@@ -131,98 +127,3 @@ def test_a_rank_of_the_second_node_is_killed(supervise: Supervise) -> None:
     b.succeeds()
     (incident,) = a.incidents()
     assert [(c["node"], c["rank"]) for c in incident["verdict"]["culprits"]] == [("b", 3)]
-
-
-# ----- network namespaces -----
-
-
-class Network:
-    """Three namespaces on a bridge; each is a host with a name and an address of its own."""
-
-    def __init__(self) -> None:
-        self.mark = f"ub{os.getpid() % 100_000}"
-        self.names = ("a", "b", "c")
-        self._ip("link", "add", self.mark, "type", "bridge")
-        self._ip("addr", "add", "10.231.77.254/24", "dev", self.mark)
-        self._ip("link", "set", self.mark, "up")
-        hosts = "127.0.0.1 localhost\n" + "".join(f"10.231.77.{i} node-{n}\n" for i, n in enumerate(self.names, 1))
-        for number, name in enumerate(self.names, 1):
-            space, cable = self.space(name), self.cable(name)
-            etc = Path("/etc/netns") / space
-            etc.mkdir(parents=True)
-            (etc / "hosts").write_text(hosts)
-            self._ip("netns", "add", space)
-            self._ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
-            self._ip("link", "set", cable, "master", self.mark, "up")
-            self._ip("-n", space, "addr", "add", f"10.231.77.{number}/24", "dev", "eth0")
-            self._ip("-n", space, "link", "set", "eth0", "up")
-            self._ip("-n", space, "link", "set", "lo", "up")
-
-    def space(self, name: str) -> str:
-        return f"{self.mark}{name}"
-
-    def cable(self, name: str) -> str:
-        return f"{self.mark}v{name}"
-
-    def prefix(self, name: str) -> list[str]:
-        """What runs a command as that host."""
-        script = f'hostname node-{name}; exec "$@"'
-        return ["ip", "netns", "exec", self.space(name), "unshare", "--uts", "sh", "-c", script, "sh"]
-
-    def cut(self, name: str) -> None:
-        self._ip("link", "set", self.cable(name), "down")
-
-    def heal(self, name: str) -> None:
-        self._ip("link", "set", self.cable(name), "up")
-
-    def end(self) -> None:
-        for name in self.names:
-            self._ip("netns", "del", self.space(name))
-            (Path("/etc/netns") / self.space(name) / "hosts").unlink()
-            (Path("/etc/netns") / self.space(name)).rmdir()
-        self._ip("link", "del", self.mark)
-
-    @staticmethod
-    def _ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    network = Network()
-    yield network
-    network.end()
-
-
-@pytest.mark.slow
-@pytest.mark.root
-def test_a_link_is_cut_and_healed(network: Network, supervise: Supervise) -> None:
-    """Both sides live while the link is down. The side that lost its controller must not go on afterwards."""
-    prefixes = {name: network.prefix(name) for name in network.names}
-    a, b, c = nodes(supervise, "megatron", prefixes, pace=0.3)
-    old = b.ranks()
-    network.cut("b")
-    c.wait_ranks(1)
-    c.wait_step(c.step() + 5)
-    network.heal("b")
-    b.until(lambda: not set(b.ranks().values()) & set(old.values()), 20, "the end of the old epoch's rank")
-    a.succeeds()
-    c.succeeds()
-    assert lost_nodes(a) == ["b"]
-
-
-@pytest.mark.slow
-@pytest.mark.root
-def test_a_link_flaps(network: Network, supervise: Supervise, after: Callable[[float], None]) -> None:
-    """Two seconds without a link: TCP carries on by itself, and so do we."""
-    prefixes = {name: network.prefix(name) for name in network.names}
-    a, b, c = nodes(supervise, "plain", prefixes, pace=0.2)
-    before = a.ranks(), b.ranks()
-    network.cut("b")
-    after(2)
-    network.heal("b")
-    a.wait_step(a.step() + 10)
-    assert (a.ranks(), b.ranks()) == before
-    assert c.ranks() == {}
-    a.succeeds()
-    assert a.incidents() == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import threading
@@ -181,47 +180,22 @@ def test_a_hung_rank_reaches_the_pager_with_its_class(
     assert not [alert for alert in pager.alerts if alert["labels"]["alertname"] in GONE]
 
 
-FLAW = """
-import os
-from diagnosis.health import Check, healthy, unhealthy
-
-class FlawProbe:
-    name, every_s, deadline_s = "flaw", 0.2, 5.0
-    checks = (
-        Check(id="flaw", what="w", source="s", threshold="t", failure_class="gpu_ecc_uncorrectable", scope="gpu"),
-    )
-    def look(self, place, now):
-        there = os.path.exists(os.environ["FLAW"])
-        text, gpu = "a line that is nobody's label", "0000:c1:00"
-        return [unhealthy("flaw", text, gpu, gpu=gpu) if there else healthy("flaw", gpu, gpu=gpu)]
-"""
-
-
 @pytest.mark.slow
 def test_a_gpu_that_degrades_reaches_the_pager(
-    supervise: Callable[..., Any], monitoring: Monitoring, tmp_path: Path
+    supervise: Callable[..., Any], monitoring: Monitoring, tmp_path: Path, flaw: dict[str, str]
 ) -> None:
-    info = tmp_path / "plug-in/flaw-0.dist-info"
-    info.mkdir(parents=True)
-    (info.parent / "flaw_probe.py").write_text(FLAW)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flaw\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[unbroken.probes]\nflaw = flaw_probe:FlawProbe\n")
-    env = {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(info.parent), os.environ.get("PYTHONPATH", "")])),
-        "FLAW": str(tmp_path / "flaw"),
-        "UNBROKEN_METRICS_TARGETS": str(tmp_path / "targets"),
-    }
+    env = {**flaw, "UNBROKEN_METRICS_TARGETS": str(tmp_path / "targets")}
     job = supervise("plain", steps=2000, env=env)
     well = 'unbroken_gpu_health{gpu="0000:c1:00",unbroken_gpu_health="healthy"} == 1'
     job.until(lambda: monitoring.query(well), 40, "a healthy GPU")
-    (tmp_path / "flaw").touch()
+    Path(flaw["FLAW"]).touch()
     found = job.until(
         lambda: monitoring.pager.told("UnbrokenGpuDegrading", "firing", gpu="0000:c1:00"), 40, "the page of the GPU"
     )
     assert found[0]["path"] == "/page"
     assert found[0]["labels"]["failure_class"] == "gpu_ecc_uncorrectable"
     assert found[0]["labels"]["node"]
-    assert "nobody's label" not in json.dumps(monitoring.query('{__name__=~"unbroken_.*"}'))
+    assert "two uncorrected errors" not in json.dumps(monitoring.query('{__name__=~"unbroken_.*"}'))
 
     before = {path: path.read_bytes() for path in (tmp_path / "targets").iterdir()}
     for role in ("agent", "controller"):

@@ -15,12 +15,12 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.conftest import until
 
 BIN = Path(sys.executable).parent
 NODES = ("node1", "node2", "node3", "node4")
@@ -93,18 +93,6 @@ def _closed_to_others() -> str:
         if not folder.stat().st_mode & stat.S_IXOTH:
             return "" if Path(__file__).is_relative_to(folder) else str(folder)
     return ""
-
-
-def until(condition: Callable[[], Any], within_s: float, what: str | Callable[[], str]) -> Any:
-    """The first true value of `condition`; fails with `what` when there is none in time."""
-    began = asked = time.monotonic()
-    while not (value := condition()):
-        now = time.monotonic()
-        if now > began + within_s:
-            pytest.fail(f"not within {within_s:g} s: {what if isinstance(what, str) else what()}", pytrace=True)
-        time.sleep(max(0.05, now - asked))  # a look that is dear, a command of its own, is not to take a whole core
-        asked = time.monotonic()
-    return value
 
 
 class Host:
@@ -325,9 +313,3 @@ def cluster(slurm_conf: str) -> Iterator[Cluster]:
     finally:
         cluster.end()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture
-def after() -> Callable[[float], None]:
-    """Let a time pass that is itself the subject of a test (a daemon that is down for half a minute)."""
-    return time.sleep

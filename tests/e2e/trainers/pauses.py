@@ -1,16 +1,15 @@
 """A healthy trainer full of long pauses: none of them is a fault, and a supervisor must sit still through all.
 
 `--pause KIND:SECONDS@STEP`, as often as wanted. Kinds: `save` (rank 0 writes a large checkpoint to slow storage while
-the others wait in a barrier), `evaluate` (rank 0 computes alone), `evaluate_all` (every rank computes), `measure`
-(as `evaluate`, but nothing in its name tells), `judge` (rank 0 waits for another program to evaluate), `hand_over` (as
-`judge`, but nothing in its name tells), `start` (before the first step; its step does not matter).
+the others wait in a barrier), `evaluate_all` (every rank computes), `measure` (rank 0 computes alone, and nothing in
+its name tells), `judge` (rank 0 waits for another program to evaluate), `hand_over` (as `judge`, but nothing in its
+name tells), `start` (before the first step; its step does not matter).
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import random
 import subprocess
 import sys
 import time
@@ -93,8 +92,6 @@ def pause(kind: str, seconds: float, out: Path, step: int, weights: torch.Tensor
         evaluate(seconds)
     elif kind == "save" and alone:
         save_checkpoint(out, step, weights, seconds)
-    elif kind == "evaluate" and alone:
-        evaluate(seconds)
     elif kind == "measure" and alone:
         measure(seconds)
     elif kind == "judge" and alone:
@@ -109,7 +106,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--step-s", type=float, default=0.05)
-    parser.add_argument("--irregular", type=float, default=0.0, help="some steps take up to this many seconds more")
     parser.add_argument("--pause", action="append", default=[])
     args = parser.parse_args()
     pauses: dict[int, list[tuple[str, float]]] = {}
@@ -122,10 +118,9 @@ def main() -> None:
             pauses.setdefault(int(at), []).append((kind, float(seconds)))
     dist.init_process_group("gloo")
     weights = torch.zeros(256)
-    dice = random.Random(11)
     for step in range(1, args.steps + 1):
         rigging.strike(step)
-        time.sleep(args.step_s + (args.irregular * dice.random() if dice.random() < 0.2 else 0.0))
+        time.sleep(args.step_s)
         gradient = weights - torch.randn(256, generator=torch.Generator().manual_seed(step))
         dist.all_reduce(gradient)
         weights = weights - 0.1 * gradient

@@ -2,7 +2,7 @@
 
 Two things that no test can do from outside: learn which process is which rank without asking the program under test
 (`sign_in`), and faults that happen within a script (`strike`, `skips`, `tearing`, `at_the_end`). Faults come from
-the variable RIG, for example `sleep@12:1,exception@20:0` (kind, step, rank); each acts once, so that the restarted
+the variable RIG, for example `relock@12:1,exception@20:0` (kind, step, rank); each acts once, so that the restarted
 attempt passes, unless its kind ends in `!`. A script without RIG and RIG_DIR in its environment is left alone.
 """
 
@@ -126,10 +126,6 @@ def _raise() -> None:
     table["momentum"] += 1
 
 
-def _spin() -> None:
-    while True: pass  # fmt: skip  # noqa: E701 (nothing of its stack ever changes)
-
-
 def _hold_the_lock() -> None:
     ctypes.PyDLL(None).sleep(1_000_000)  # PyDLL: the interpreter's lock stays held during the call
 
@@ -201,8 +197,6 @@ _WITHIN_A_STEP = {
     "other": _call_another_collective,
     "left": _leave_the_group,
     "exception": _raise,
-    "sleep": _stall,
-    "busy": _spin,
     "gil": _hold_the_lock,
     "segfault": _crash,
     "deaf": _go_deaf,

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -224,12 +224,9 @@ def gpus(cluster: Any, nvml_library: Path) -> Callable[[str], Callable[..., None
     return give
 
 
-JOBS: pytest.StashKey[list[Job]] = pytest.StashKey()
-
-
 @pytest.fixture
 def submit(
-    request: pytest.FixtureRequest,
+    jobs: list[Job],
     cluster: Any,
     tmp_path: Path,
     undisturbed: Callable[[Sequence[str], int], bytes],
@@ -238,7 +235,6 @@ def submit(
 
     `script`: more arguments of the training script, `run` of `unbroken run`, `options` of sbatch.
     """
-    jobs = request.node.stash[JOBS] = []
 
     def submit(
         nodes: int = 2,
@@ -269,16 +265,3 @@ def submit(
         return job
 
     return submit
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failure is told with everything that is known of its jobs."""
-    report = yield
-    if report.when == "call" and report.failed:
-        for job in item.stash.get(JOBS, []):
-            try:
-                report.sections += [(f"job {job.id}: {what}", text) for what, text in job.report()]
-            except Exception as error:
-                report.sections.append((f"job {job.id}", f"could not be reported: {error!r}"))
-    return report

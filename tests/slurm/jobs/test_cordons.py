@@ -49,33 +49,6 @@ def test_the_driver_tells_of_it(cluster: Any, submit: Submit, gpus: Callable[[st
 
 
 @pytest.mark.slow
-def test_somebody_elses_reason_stands(cluster: Any, submit: Submit) -> None:
-    job = submit(nodes=3, spares=1)
-    job.wait_step(5)
-    cluster.run("ctl", "scontrol", "update", "NodeName=node2", "State=DRAIN", "Reason=disk swap, ticket 42")
-    lose_a_gpu(cluster, job)
-    job.succeeds()
-    assert cluster.reason("node2") == "disk swap, ticket 42"
-    assert "disk swap, ticket 42" in job.ask("timeline")
-
-
-@pytest.mark.slow
-@pytest.mark.lasts(90)
-def test_slurms_controller_is_down_meanwhile(cluster: Any, submit: Submit, after: Callable[[float], None]) -> None:
-    """Thirty seconds: the spare does not wait for it, and the node is drained once it is back."""
-    job = submit(nodes=3, spares=1, pace=1.0)
-    job.wait_step(11)
-    cluster.stop_slurmctld()
-    lose_a_gpu(cluster, job)
-    job.wait_places({0: "node1", 1: "node3"})
-    after(30)
-    job.wait_step(21)
-    cluster.start_slurmctld()
-    cluster.until(lambda: cluster.reason("node2").startswith("unbroken: "), 60, "the drain")
-    job.succeeds()
-
-
-@pytest.mark.slow
 def test_the_job_ends_while_slurms_controller_is_down(cluster: Any, submit: Submit) -> None:
     """It stays a while for the drain; whatever comes of it is told."""
     job = submit(nodes=3, spares=1, pace=1.2)
@@ -92,18 +65,6 @@ def test_the_job_ends_while_slurms_controller_is_down(cluster: Any, submit: Subm
     status = job.told("status")
     assert status["outcome"]["line"] == "stopped by an operator (so far slurm has not drained node2)"
     assert [cordon["scheduler"] for cordon in status["cordons"]] == ["drained"]
-
-
-@pytest.mark.slow
-def test_without_the_rights_the_job_alone_leaves_the_node_out(cluster: Any, submit: Submit) -> None:
-    job = submit(nodes=3, spares=1, as_nobody=True)
-    lose_a_gpu(cluster, job)
-    job.wait_places({0: "node1", 1: "node3"})
-    job.succeeds()
-    assert cluster.reason("node2") == ""
-    assert re.search(
-        r"unbroken: slurm does not drain node2: we lack the rights .*only this job stops using it", job.shown()
-    )
 
 
 @pytest.mark.slow
