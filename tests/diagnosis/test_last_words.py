@@ -21,7 +21,6 @@ from diagnosis.verdict import triage
 )
 def test_what_they_are_about(line, failure_class):
     found = exceptions.last_words(["starting", line, ""])
-    assert found is not None
     assert (found.failure_class.value, found.line) == (failure_class, 1)
 
 

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosis import rules
+from tests.tables import table
 
+CASES = table(__file__)
 ALL = rules.default()
 RULES = [pytest.param(rule, id=rule.id) for rule in ALL.rules]
 
@@ -35,16 +37,7 @@ def test_ids_are_unique():
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "step 100 loss 2.31 grad_norm 0.9 lr 3e-4",
-        " iteration  10/ 100 | lm loss: 1.0E+00 | number of skipped iterations:   0 | number of nan iterations:   0 |",
-        "{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 0.0, 'epoch': 0.1}",
-        "NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>",
-        "Loading checkpoint shards: 100%|##########| 2/2 [00:01<00:00,  1.2it/s]",
-        "UserWarning: The given NumPy array is not writable",
-        "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768",
-        "best val loss: inf",
-    ],
+    CASES["healthy_lines_say_nothing"],
 )
 def test_healthy_lines_say_nothing(line):
     assert [match for match in ALL.scan(line.encode()) if match.severity == "fatal"] == []

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from diagnosis.signals import clean_text
 from diagnosis.tables import load
 from diagnosis.text import HIDDEN, hide_keys, redact, redact_words
+from tests.tables import table
+
+CASES = table(__file__)
 
 _TABLE = load("diagnosis", "secrets.toml")
 _ROWS = {row["id"]: row for row in (*_TABLE["token"], *_TABLE["place"], {"id": "names", **_TABLE["names"]})}
@@ -40,29 +43,7 @@ def test_each_row_hides_its_samples_and_nothing_of_its_counter_samples(row: dict
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "iteration 10 | tokens: 4096 | loss: 2.3",
-        "max_tokens=2048",
-        "RuntimeError: CUDA error: an illegal memory access was encountered",
-        "token=None, use_auth_token=False",
-        "tokenizer loaded from /data/tokenizer.json",
-        "store at tcp://10.0.0.1:29500",
-        "Basic training of 100 steps",
-        "tokens_per_second: 1.2e4, tokens/s: 12.3k, num_tokens: 12345678",
-        "KeyError: 'HF_TOKEN'",
-        "the token: expired",
-        "bos_token: <s>, pad_token: [PAD], tokenizer=LlamaTokenizerFast",
-        "passed: true, bypass: enabled, PWD=/root/x",
-        "GPU-12345678-1234-1234-1234-123456789abc at 0000:c1:00.0 of mlx5_0 in asia-east1",
-        "commit e7685b1a0a1b2c3d4e5f0a1b2c3d4e5f01234567",
-        "KeyError: 'model.layers.0.self_attn.q_proj.weight'",
-        "missing key: model.layers.0.self_attn.k_proj.weight",
-        "GOOGLE_APPLICATION_CREDENTIALS=/etc/gcp/key.json",
-        "auth_munge: Authentication failed: Invalid credential",
-        "user@host:/path/file, http://host:8080/path?x=y",
-        "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef",
-        "/scratch/project/users/someone/checkpoints/run/global/step/files/model",
-    ],
+    CASES["what_is_no_secret_stays"],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
@@ -75,21 +56,7 @@ def test_redacting_twice_changes_nothing(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "secret"),
-    [
-        ("environ({'PATH': '/bin', 'DB_PASSWORD': 'letmein', 'HOME': '/root'})", "letmein"),
-        ("headers={'Authorization': 'Basic dXNlcjpwYXNz', 'Accept': '*'}", "dXNlcjpwYXNz"),
-        ("locals: [('password', 'hunter2')]", "hunter2"),
-        ('sent b\'{\\"password\\": \\"hunter2\\"}\'', "hunter2"),
-        ("RuntimeError: cannot log in with password 'my pass phrase'", "phrase"),
-        ("machine api.wandb.ai login user password 0123456789abcdef0123456789abcdef01234567", "0123456789abcdef"),
-        ("$ wandb login 0123456789abcdef0123456789abcdef01234567", "0123456789abcdef"),
-        ("redis://:p@ss@cache:6379/0", "p@ss"),
-        ("git clone https://0123456789abcdef0123@git.example/x", "0123456789abcdef"),
-        ("AccountName=x;AccountKey=abcDEF123==;EndpointSuffix=core", "abcDEF123"),
-        ("KAGGLE_KEY=abcdef MYSQL_PWD=ghijkl", "ghijkl"),
-        ("password=12345678", "12345678"),
-        ("PRIVATE-TOKEN: abcdefgh12", "abcdefgh12"),
-    ],
+    CASES["further_kinds_of_secrets_go"],
 )
 def test_further_kinds_of_secrets_go(text: str, secret: str) -> None:
     assert secret not in redact(text)

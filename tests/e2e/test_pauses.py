@@ -49,8 +49,7 @@ def test_twelve_ways_to_wait_honestly(supervise: Supervise) -> None:
         silence = job.told("status")["silence"]
         return silence if silence and len(silence["ranks"]) >= 12 else None
 
-    silence = job.until(told, 60, "the silence of all twelve in status")
-    assert silence["ranks"] == list(range(12))
+    assert job.until(told, 60, "the silence of all twelve in status")["ranks"] == list(range(12))
     undisturbed(job, 250)
 
 

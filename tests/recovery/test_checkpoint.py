@@ -73,7 +73,6 @@ def test_a_torn_file_is_replaced_by_its_copy() -> None:
 
 def test_a_missing_file_is_restored() -> None:
     chosen, preparations = choose([checkpoint(200, "/c/copies/200.pt", copy_of="/c/ckpt.pt")])
-    assert chosen is not None
     assert chosen.path == "/c/ckpt.pt"
     assert preparations == (Restore(copy="/c/copies/200.pt", path="/c/ckpt.pt"),)
 
@@ -115,11 +114,9 @@ def test_files_of_one_step_stand_or_fall_together() -> None:
     assert choose(files)[0] == files[4]
     torn = checkpoint(30, "/c/optim_030.pt", complete=False)
     chosen, preparations = choose([*files[:5], torn])
-    assert chosen is not None
     assert chosen.step == 20
     assert [step.path for step in preparations] == ["/c/model_030.pt", "/c/optim_030.pt"]
     chosen, preparations = choose(files[:5])
-    assert chosen is not None
     assert chosen.step == 20
     assert "optim_#.pt is missing" in preparations[0].why  # type: ignore[union-attr]
 
@@ -140,7 +137,6 @@ def test_files_of_ranks_are_counted() -> None:
     files = [checkpoint(step, f"/c/step{step}_rank{rank}.pt") for step in (10, 20, 30) for rank in (0, 1)]
     assert choose(files)[0] in files[4:]
     chosen, _ = choose(files[:5])
-    assert chosen is not None
     assert chosen.step == 20
 
 

@@ -32,9 +32,7 @@ def test_operators_win_and_are_not_limited() -> None:
     for node in "abc":
         ledger.add(Cordon(node=node, reason="maintenance", by="ann", at=0.0))
     ledger.add(Cordon(node="a", reason="policy", at=1.0, until=2.0))
-    held = ledger.of("a", 3.0)
-    assert held is not None
-    assert held.by == "ann"
+    assert ledger.of("a", 3.0).by == "ann"
     assert ledger.allowed_together(["x"], 8, 1.0) == ("x",)
 
 

@@ -73,7 +73,6 @@ def truncate(path: Path, size: int) -> None:
 class TestTorchFiles:
     def test_whole_file_with_step(self, tmp_path: Path) -> None:
         found = inspect(save(tmp_path / "ckpt.pt", iter_num=250))
-        assert found is not None
         assert (found.format, found.complete, found.step, found.why) == ("torch_save", True, 250, "")
         assert found.size_bytes == (tmp_path / "ckpt.pt").stat().st_size
 
@@ -82,7 +81,6 @@ class TestTorchFiles:
         whole = tmp_path / "whole.pt"
         torch.save({**CONTENT, "step": 3}, whole, _use_new_zipfile_serialization=zipped)
         found = inspect(whole)
-        assert found is not None
         assert found.complete
         assert found.step == 3
         data, cut = whole.read_bytes(), tmp_path / "cut.pt"
@@ -99,16 +97,12 @@ class TestTorchFiles:
         offset = data.index(torch.arange(1000.0).numpy().tobytes()) + 1234
         data[offset] ^= 1
         path.write_bytes(data)
-        found = inspect(path)
-        assert found is not None
-        assert "checksum" in found.why
+        assert "checksum" in inspect(path).why
 
     def test_zeroed_file(self, tmp_path: Path) -> None:
         path = tmp_path / "ckpt.pt"
         path.write_bytes(b"\0" * 10_000)
-        found = inspect(path)
-        assert found is not None
-        assert "zeros" in found.why
+        assert "zeros" in inspect(path).why
 
     def test_checksums_that_were_not_computed(self, tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(False)
@@ -116,7 +110,6 @@ class TestTorchFiles:
             found = inspect(save(tmp_path / "ckpt.pt", iteration=9))
         finally:
             torch.serialization.set_crc32_options(True)
-        assert found is not None
         assert found.complete
         assert found.step == 9
 
@@ -139,9 +132,7 @@ class TestTorchFiles:
         (tmp_path / "d").mkdir()
         (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(Evil()))
         for name in ("a.pt", "b.pt"):
-            found = inspect(tmp_path / name)
-            assert found is not None
-            assert found.step == 4
+            assert inspect(tmp_path / name).step == 4
         assert inspect(tmp_path / "d") is not None
         assert not (tmp_path / "executed").exists()
 
@@ -158,12 +149,9 @@ class TestTorchFiles:
 
     def test_lightning_name_and_content(self, tmp_path: Path) -> None:
         path = save(tmp_path / "epoch=0-step=100.ckpt", global_step=100, epoch=0)
-        found = inspect(path)
-        assert found is not None
-        assert found.step == 100
+        assert inspect(path).step == 100
         truncate(path, 700)
         found = inspect(path)
-        assert found is not None
         assert found.step == 100
         assert not found.complete
 
@@ -175,50 +163,36 @@ class TestSafetensors:
         path = tmp_path / "model.safetensors"
         save_file({"w": torch.arange(50.0)}, path, metadata={"step": "12"})
         found = inspect(path)
-        assert found is not None
         assert (found.complete, found.step) == (True, 12)
         data = path.read_bytes()
         for size in range(0, len(data), 7):
             path.write_bytes(data[:size])
-            found = inspect(path)
-            assert found is not None
-            assert not found.complete, size
+            assert not inspect(path).complete, size
         path.write_bytes(struct.pack("<Q", 1 << 60) + data[8:])
-        found = inspect(path)
-        assert found is not None
-        assert not found.complete
+        assert not inspect(path).complete
 
 
 class TestFolders:
     def test_dcp(self, tmp_path: Path) -> None:
         folder = save_dcp(tmp_path / "step-100")
         found = inspect(folder)
-        assert found is not None
         assert (found.format, found.complete, found.step) == ("dcp", True, 100)
         truncate(folder / "__0_0.distcp", 5000)
-        found = inspect(folder)
-        assert found is not None
-        assert "instead of" in found.why
+        assert "instead of" in inspect(folder).why
 
     def test_dcp_lacks_a_file(self, tmp_path: Path) -> None:
         folder = save_dcp(tmp_path / "step-100")
         shutil.move(folder / "__0_0.distcp", folder / "__1_0.distcp")
-        found = inspect(folder)
-        assert found is not None
-        assert "__0_0.distcp is missing" in found.why
+        assert "__0_0.distcp is missing" in inspect(folder).why
 
     def test_dcp_without_or_with_torn_metadata(self, tmp_path: Path) -> None:
         folder = save_dcp(tmp_path / "step-100")
         data = (folder / ".metadata").read_bytes()
         for size in range(0, len(data), 11):
             (folder / ".metadata").write_bytes(data[:size])
-            found = inspect(folder)
-            assert found is not None
-            assert not found.complete, size
+            assert not inspect(folder).complete, size
         (folder / ".metadata").unlink()
-        found = inspect(folder)
-        assert found is not None
-        assert "no .metadata" in found.why
+        assert "no .metadata" in inspect(folder).why
 
     @pytest.mark.parametrize(
         ("name", "why"),
@@ -230,57 +204,42 @@ class TestFolders:
     def test_hugging_face(self, tmp_path: Path, name: str, why: str) -> None:
         folder = save_hf(tmp_path / "checkpoint-10", 10)
         found = inspect(folder)
-        assert found is not None
         assert (found.format, found.complete, found.step) == ("hf", True, 10)
         (folder / name).unlink()
-        found = inspect(folder)
-        assert found is not None
-        assert why in found.why
+        assert why in inspect(folder).why
 
     @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"])
     def test_hugging_face_with_a_torn_file(self, tmp_path: Path, name: str) -> None:
         folder = save_hf(tmp_path / "checkpoint-10", 10)
         truncate(folder / name, 100)
-        found = inspect(folder)
-        assert found is not None
-        assert found.why.startswith(f"{name}: ")
+        assert inspect(folder).why.startswith(f"{name}: ")
 
     def test_hugging_face_shards_and_staging(self, tmp_path: Path) -> None:
         folder = save_hf(tmp_path / "checkpoint-10", 10)
         index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-        found = inspect(folder)
-        assert found is not None
-        assert found.why == "model-00002-of-00002.safetensors is missing (1 of 2 shards)"
+        assert inspect(folder).why == "model-00002-of-00002.safetensors is missing (1 of 2 shards)"
         found = inspect(save_hf(tmp_path / "tmp-checkpoint-20", 20))
-        assert found is not None
         assert (found.complete, found.step) == (False, 20)
 
     def test_hugging_face_lacks_a_random_state(self, tmp_path: Path) -> None:
         folder = save_hf(tmp_path / "checkpoint-10", 10)
         (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
-        found = inspect(folder)
-        assert found is not None
-        assert found.why == "rng_state_1.pth is missing"
+        assert inspect(folder).why == "rng_state_1.pth is missing"
 
     def test_megatron(self, tmp_path: Path) -> None:
         older, newer = save_megatron(tmp_path, 100), save_megatron(tmp_path, 200)
         assert [(f.complete, f.step) for f in map(inspect, (older, newer)) if f] == [(True, 100), (True, 200)]
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("100\n")
-        found = inspect(newer)
-        assert found is not None
-        assert "still names 100" in found.why
+        assert "still names 100" in inspect(newer).why
         shutil.rmtree(older / "mp_rank_00")
-        found = inspect(older)
-        assert found is not None
-        assert found.why == "mp_rank_00 is missing"
+        assert inspect(older).why == "mp_rank_00 is missing"
 
     def test_a_folder_named_as_megatrons_by_somebody_else(self, tmp_path: Path) -> None:
         """Without a tracker file, which only Megatron writes, it is not incomplete."""
         save(tmp_path / "iter_0000020" / "state.pt", iteration=20)
         found = inspect(tmp_path / "iter_0000020")
-        assert found is not None
         assert (found.format, found.complete, found.step) == ("folder", True, 20)
 
     def test_megatron_distributed_checkpoint(self, tmp_path: Path) -> None:
@@ -288,44 +247,32 @@ class TestFolders:
         save(folder / "common.pt", iteration=50)
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("50")
         found = inspect(folder)
-        assert found is not None
         assert (found.format, found.complete, found.step) == ("megatron", True, 50)
         truncate(folder / "common.pt", 10)
-        found = inspect(folder)
-        assert found is not None
-        assert not found.complete
+        assert not inspect(folder).complete
 
     def test_deepspeed(self, tmp_path: Path) -> None:
         folder = save_deepspeed(tmp_path, 100)
         found = inspect(folder)
-        assert found is not None
         assert (found.format, found.complete, found.step) == ("deepspeed", True, 100)
         (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-        found = inspect(folder)
-        assert found is not None
-        assert found.why == "the part of data-parallel rank 1 is missing"
+        assert inspect(folder).why == "the part of data-parallel rank 1 is missing"
 
     def test_accelerate(self, tmp_path: Path) -> None:
         folder = tmp_path / "checkpoint_3"
         for name in ("pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"):
             save(folder / name)
         found = inspect(folder)
-        assert found is not None
         assert (found.format, found.complete, found.step) == ("accelerate", True, None)
         (folder / "random_states_0.pkl").unlink()
-        found = inspect(folder)
-        assert found is not None
-        assert not found.complete
+        assert not inspect(folder).complete
 
     def test_any_folder_with_a_step(self, tmp_path: Path) -> None:
         save(tmp_path / "step_40" / "model.pt")
         found = inspect(tmp_path / "step_40")
-        assert found is not None
         assert (found.format, found.complete, found.step) == ("folder", True, 40)
         (tmp_path / "step_50").mkdir()
-        found = inspect(tmp_path / "step_50")
-        assert found is not None
-        assert found.why == "the folder is empty"
+        assert inspect(tmp_path / "step_50").why == "the folder is empty"
 
 
 @pytest.mark.parametrize(
@@ -374,9 +321,7 @@ def test_no_truncated_checkpoint_is_called_complete(tmp_path: Path, seed: int) -
     files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.is_file())
     victim = dice.choice([f for f in files if f.name != "training_args.bin"])
     truncate(victim, dice.randrange(victim.stat().st_size))
-    found = inspect(path)
-    assert found is not None
-    assert not found.complete, f"{victim.name} of {victim.stat().st_size} bytes"
+    assert not inspect(path).complete, f"{victim.name} of {victim.stat().st_size} bytes"
 
 
 def test_no_damage_makes_a_format_raise(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from recovery.checkpoint import Checkpoint, Preparation, Restore, SetAside, choose
 from recovery.formats.scan import CheckpointScanner, Seen
 from recovery.quarantine import SeenByRanks, keep_copy, prepare
+from tests.tables import read
 
 from .ranks import Ranks
 
@@ -38,62 +39,7 @@ class Layout(NamedTuple):
     """The files do not hold their step."""
 
 
-LAYOUTS = {
-    "one file": Layout("ckpt.pt", "ckpt.pt"),
-    "numbered": Layout("ckpt_{n}.pt", "ckpt_{n}.pt", stepless=True),
-    "step-40.pt": Layout("step-{n}.pt", "step-{n}.pt", stepless=True),
-    "save40.pt": Layout("save{n}.pt", "save{n}.pt", stepless=True),
-    "padded": Layout("checkpoint_{n:08d}.pt", "checkpoint_{n:08d}.pt"),
-    "weights and optimizer": Layout(
-        "model_{n:06d}.safetensors optim_{n:06d}.pt", "model_{n:06d}.safetensors", also="optim_{n:06d}.pt"
-    ),
-    "optimizer that does not say": Layout(
-        "model_{n:06d}.safetensors optim_{n:06d}.pt",
-        "model_{n:06d}.safetensors",
-        also="optim_{n:06d}.pt",
-        stepless=True,
-    ),
-    "save40/": Layout("save{n}/state.pt", "save{n}"),
-    "save40/ of two": Layout("save{n}/model.pt save{n}/optim.pt", "save{n}", stepless=True),
-    "step_40/": Layout("step_{n}/state.pt", "step_{n}", stepless=True),
-    "40/": Layout("{n}/model.pt", "{n}", stepless=True),
-    "tick-40/": Layout("tick-{n}/w.pt tick-{n}/o.pt", "tick-{n}", stepless=True),
-    "epoch_40/": Layout("epoch_{n}/w.pt", "epoch_{n}", stepless=True),
-    "checkpoint-40/ of no Trainer": Layout("checkpoint-{n}/model.pt", "checkpoint-{n}"),
-    "diffusers": Layout(
-        "checkpoint-{n}/model.safetensors checkpoint-{n}/optimizer.bin checkpoint-{n}/random_states_0.pkl",
-        "checkpoint-{n}",
-        stepless=True,
-    ),
-    "Trainer": Layout(
-        'checkpoint-{n}/model.safetensors checkpoint-{n}/trainer_state.json={{"global_step":{n}}} '
-        "checkpoint-{n}/optimizer.pt",
-        "checkpoint-{n}",
-        stepless=True,
-    ),
-    "DeepSpeed": Layout(
-        "global_step{n}/mp_rank_00_model_states.pt latest=global_step{n} "
-        "global_step{n}/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        "global_step{n}",
-        stepless=True,
-    ),
-    "Megatron": Layout(
-        "latest_checkpointed_iteration.txt={n} iter_{n:07d}/mp_rank_00/model_optim_rng.pt",
-        "iter_{n:07d}",
-        stepless=True,
-    ),
-    "a role each": Layout("global_step_{n}/actor/model.pt", "global_step_{n}", stepless=True),
-    "verl": Layout(
-        "latest_checkpointed_iteration.txt={n} global_step_{n}/actor/model.pt", "global_step_{n}", stepless=True
-    ),
-    "Lightning": Layout("v/ckpts/epoch=0-step={n}.ckpt", "v/ckpts/epoch=0-step={n}.ckpt", stepless=True),
-    "the best beside": Layout("best.pt ckpt_{n}.pt", "ckpt_{n}.pt"),
-    "the best in a folder": Layout("best/model.pt all/ckpt_{n}.pt", "all/ckpt_{n}.pt"),
-    "a link": Layout("latest->save{n} save{n}/state.pt", "save{n}"),
-    "a whole link": Layout("latest->{out}/step-{n} step-{n}/state.pt", "step-{n}"),
-    "a marker": Layout("latest.txt=step_{n} step_{n}/state.pt", "step_{n}"),
-    "a run's own folder": Layout("run7/ckpt_{n}.pt", "run7/ckpt_{n}.pt"),
-}
+LAYOUTS = {name: Layout(**fields) for name, fields in read(__file__).items()}
 
 
 def content(path: Path, layout: Layout, step: int) -> bytes:

@@ -74,8 +74,7 @@ def test_a_bad_node_is_left_out() -> None:
 
 
 def test_nobody_is_cordoned_on_a_guess_or_when_it_is_lost_anyway() -> None:
-    unsure = verdict(FailureClass.GPU_HANG, "cordon_node_and_restart", sure=0.3)
-    assert plan(unsure, EIGHT).cordons == ()
+    assert plan(verdict(FailureClass.GPU_HANG, "cordon_node_and_restart", sure=0.3), EIGHT).cordons == ()
     lost = plan(verdict(FailureClass.NODE_FAILURE, "cordon_node_and_restart"), replace(EIGHT, lost=("n1",)))
     assert (lost.kind, lost.cordons) == ("restart", ())
 
@@ -143,8 +142,7 @@ def test_a_spent_budget_stops_and_preemption_is_free() -> None:
 
 
 def test_recommend_asks_before_a_restart() -> None:
-    asked = plan(verdict(FailureClass.WORKER_CRASH), replace(EIGHT, mode="recommend"))
-    assert asked.needs_approval
+    assert plan(verdict(FailureClass.WORKER_CRASH), replace(EIGHT, mode="recommend")).needs_approval
 
 
 def test_without_a_replacement_the_job_is_started_again_elsewhere_if_that_may_be() -> None:
@@ -160,10 +158,8 @@ def test_without_a_replacement_the_job_is_started_again_elsewhere_if_that_may_be
     lost = replace(alone, lost=("n1",), nodes=7, may_requeue=True)
     assert plan(verdict(FailureClass.NODE_FAILURE), lost).kind == "requeue"
     assert plan(verdict(FailureClass.WORKER_CRASH), lost).kind == "requeue", "whatever the verdict is, a node is gone"
-    spent = plan(bad, replace(alone, may_requeue=True, delay_s=None))
-    assert spent.exit_code == BUDGET_SPENT
-    asked = plan(bad, replace(alone, may_requeue=True, mode="recommend"))
-    assert asked.needs_approval
+    assert plan(bad, replace(alone, may_requeue=True, delay_s=None)).exit_code == BUDGET_SPENT
+    assert plan(bad, replace(alone, may_requeue=True, mode="recommend")).needs_approval
 
 
 def test_a_node_that_an_operator_vouches_for_is_kept() -> None:

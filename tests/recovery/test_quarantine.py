@@ -91,7 +91,6 @@ class TestPointers:
         torn = self.megatron(tmp_path, 200)
         tear(torn / "mp_rank_00" / "model_optim_rng.pt")
         chosen, done = recover(tmp_path)
-        assert chosen is not None
         assert chosen.step == 100
         assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "100"
         assert not torn.exists()
@@ -121,7 +120,6 @@ class TestPointers:
         save(tmp_path / "global_step100" / "mp_rank_00_model_states.pt", 100)
         (tmp_path / "latest").write_text(text)
         chosen, done = recover(tmp_path)
-        assert chosen is not None
         assert chosen.step == 100
         assert (tmp_path / "latest").read_text() == "global_step100"
         assert len(done) == 1
@@ -160,7 +158,6 @@ class TestCopies:
             save(path, step)
             os.utime(path, (step, step))
             made = keep_copy(path)
-            assert made is not None
             assert (made.step, made.copy_of) == (step, str(path))
         assert keep_copy(path) is None, "this version is kept already"
         copies = [f for f in found(tmp_path) if f.copy_of]
@@ -208,12 +205,10 @@ class TestCopies:
     def test_restore_twice(self, tmp_path: Path) -> None:
         path = save(tmp_path / "ckpt.pt", 10)
         copy = keep_copy(path)
-        assert copy is not None
         tear(path)
         assert restore(Path(copy.path), path)
         assert not restore(Path(copy.path), path), "and nobody is told a second time"
         back = inspect(path)
-        assert back is not None
         assert (back.complete, back.step) == (True, 10)
         assert len(read_records(tmp_path)) == 1
 
@@ -227,12 +222,9 @@ class TestPrepare:
         keep_copy(path)
         path.write_bytes(b"")
         chosen, preparations = choose(scanner.scan([tmp_path], 1e12))
-        assert chosen is not None
         assert (chosen.path, chosen.step) == (str(path), 10)
         assert len(prepare(preparations)) == 2
-        back = inspect(path)
-        assert back is not None
-        assert back.step == 10
+        assert inspect(path).step == 10
         assert prepare(preparations) == [], "repeating it does nothing, and says so"
         assert len(read_records(tmp_path)) == 1
 
@@ -253,8 +245,7 @@ class TestPrepare:
 
     def test_what_was_finished_meanwhile_stays(self, tmp_path: Path) -> None:
         path = save(tmp_path / "ckpt-10.pt", 10)
-        done = prepare([SetAside(path=str(path), why=INCOMPLETE + "it is being written")])
-        assert len(done) == 1
+        assert len(prepare([SetAside(path=str(path), why=INCOMPLETE + "it is being written")])) == 1
         assert path.exists()
         prepare([SetAside(path=str(path), why="rolled back")])
         assert not path.exists()
@@ -265,7 +256,6 @@ class TestPrepare:
         tear(path)
         code = f"f = open({str(path)!r}, 'ab'); print('open', flush=True); input()"
         with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None
             writer.stdout.readline()
             with pytest.raises(PreparationError, match=f"still being written by process {writer.pid}"):
                 prepare([SetAside(path=str(path), why=INCOMPLETE)])
@@ -282,8 +272,6 @@ class TestPrepare:
         with subprocess.Popen(
             [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as writer:
-            assert writer.stdin is not None
-            assert writer.stdout is not None
             writer.stdout.readline()
             writer.stdin.write(data)
             writer.stdin.close()

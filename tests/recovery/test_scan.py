@@ -175,8 +175,7 @@ def test_the_folder_may_be_a_checkpoint_a_file_or_missing(tmp_path: Path) -> Non
     save(tmp_path / "checkpoint-3" / "model.pt", 3)
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
     assert [c.path for c in discover(tmp_path / "checkpoint-3")] == [str(tmp_path / "checkpoint-3")]
-    path = save(tmp_path / "one.pt", 4)
-    assert steps(discover(path)) == [4]
+    assert steps(discover(save(tmp_path / "one.pt", 4))) == [4]
     assert discover(tmp_path / "missing") == []
 
 

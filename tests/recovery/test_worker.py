@@ -16,8 +16,6 @@ import recovery.worker
 def worker() -> ModuleType:
     """A fresh copy of the module, as a new process would have."""
     spec = importlib.util.spec_from_file_location("fresh_worker", recovery.worker.__file__)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

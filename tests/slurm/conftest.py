@@ -111,7 +111,6 @@ class Host:
             stderr=self._words,
             start_new_session=True,
         )
-        assert self._outer.stdout is not None
         assert self._outer.stdout.readline() == b"up\n", f"{name} does not come up"
         (child,) = Path(f"/proc/{self._outer.pid}/task/{self._outer.pid}/children").read_text().split()
         self.pid = int(child)
@@ -137,7 +136,6 @@ class Host:
 
     def end(self) -> None:
         """Everything on it is killed at once, as by a loss of power."""
-        assert self._outer.stdin is not None
         if self.up:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, 9)
@@ -163,7 +161,6 @@ class Cluster:
         self._switch = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo up; read _"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
-        assert self._switch.stdout is not None
         assert self._switch.stdout.readline() == b"up\n"
         self._ip("link", "add", "switch", "type", "bridge")
         self._ip("link", "set", "switch", "up")
@@ -292,7 +289,6 @@ class Cluster:
     def end(self) -> None:
         for host in reversed(self.hosts.values()):
             host.end()
-        assert self._switch.stdin is not None
         self._switch.stdin.close()
         self._switch.wait(10)
 

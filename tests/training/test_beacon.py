@@ -52,9 +52,7 @@ def test_a_beacon_tells_who_is_in_which_group(tmp_path: Path) -> None:
         "one = Beacon(sys.argv[1], sys.argv[1] + 's'); one.beat(); dist.new_group(); one.beat()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "b")], check=True, timeout=300)
-    told = BeaconFile(tmp_path / "b").read()
-    assert told is not None
-    assert told.members == {"0": "[0]", "1": "[0]"}
+    assert BeaconFile(tmp_path / "b").read().members == {"0": "[0]", "1": "[0]"}
 
 
 @pytest.mark.root

@@ -34,7 +34,6 @@ def stub(keeper: Any, script: Path, *arguments: str, **variables: str) -> subpro
 def start(keeper: Any, script: Path, attempt: int, **variables: str) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """A worker that runs; its stub and the keeper's word about it."""
     process = stub(keeper, script, UNBROKEN_ATTEMPT=str(attempt), **variables)
-    assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     return process, keeper.workers(attempt)[-1]
 
@@ -82,7 +81,6 @@ def test_leftovers_of_a_dead_rank_go_with_the_attempt(
 ) -> None:
     path = script("import subprocess; print(subprocess.Popen(['sleep', '300'], stdout=2).pid)")
     process = stub(keeper, path, UNBROKEN_ATTEMPT="904")
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     assert process.wait(60) == 0
     assert alive(child)
@@ -98,7 +96,6 @@ def test_signals_reach_the_rank_through_stub_and_keeper(keeper: Any, script: Cal
         "signal.signal(signal.SIGTERM, term)\nprint('up', flush=True)\nwhile True: time.sleep(0.05)"
     )
     process, _worker = start(keeper, path, 905, RANK="3")
-    assert process.stdout is not None
     assert keeper.ask(op="signal", signal=signal.SIGUSR1, ranks=[3]) == {"ok": True}
     assert process.stdout.readline() == "usr1\n"
     os.killpg(process.pid, signal.SIGUSR1)
@@ -173,7 +170,6 @@ def test_a_keeper_that_does_not_answer_is_not_waited_for(
     listener.listen()
     started = time.monotonic()
     process = stub(keeper, script("print('cold')"), UNBROKEN_KEEPER_SOCKET=str(tmp_path / "k.sock"))
-    assert process.stdout is not None
     assert process.stdout.readline() == "cold\n"
     assert process.wait(60) == 0
     assert 2.9 < time.monotonic() - started < 60

@@ -87,8 +87,7 @@ def test_output_goes_to_files_as_wished(agent: Any, script: Callable[..., Path],
         entries = json.loads((folder / "streams.json").read_text())
         streams[name] = {(entry["rank"], entry["stream"]): entry for entry in entries}
         for (rank, stream), entry in streams[name].items():
-            lines = Path(entry["path"]).read_text().splitlines()
-            assert f"{stream} {rank}" in " ".join(lines)
+            assert f"{stream} {rank}" in " ".join(Path(entry["path"]).read_text().splitlines())
         terminal[name] = (keeper.local_dir / "launcher.out").read_text()
         return folder
 
@@ -221,8 +220,7 @@ def test_stop_ends_what_does_not_listen(agent: Any, script: Callable[..., Path],
     _pid, attempt = agent.launch("--nproc-per-node", "2", str(path))
     until_all(keeper, attempt, "up")
     keeper.ask(op="stop", signal=signal.SIGTERM, grace_s=0.3)
-    state = keeper.wait_for(lambda state: state["launcher"]["status"] is not None)
-    assert state["launcher"]["status"] == 9
+    assert keeper.wait_for(lambda state: state["launcher"]["status"] is not None)["launcher"]["status"] == 9
 
 
 def test_agent_gone_and_back(agent: Any, script: Callable[..., Path], keeper: Any) -> None:

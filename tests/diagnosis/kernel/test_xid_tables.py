@@ -93,17 +93,13 @@ def test_a_site_changes_rows():
     }
     tables = TABLES.with_site(site).with_site({"xid": {79: {"name": "GONE"}}})
     off_bus = read_xid(HEAD + "79", tables)
-    assert off_bus is not None
     assert (off_bus.severity, off_bus.action, off_bus.mnemonic) == ("error", "hold", "GONE")
     assert off_bus.failure_class is FailureClass.GPU_FALLEN_OFF_BUS
     new = read_xid(HEAD + "999, x", tables)
-    assert new is not None
     assert (new.failure_class, new.known) == (FailureClass.GPU_HANG, True)
     link = read_xid(HEAD + "149, NETIR_LINK_EVT Fatal XC0 i0 Link 01 (0x021425c6 0x0)", tables)
-    assert link is not None
     assert (link.action, link.severity) == ("stop", "fatal")
     switch = read_sxid("SXid (PCI:0000:06:00.0): 20034, Fatal, Link 1 x", tables)
-    assert switch is not None
     assert (switch.failure_class, switch.severity) == (FailureClass.GPU_DRIVER, "warning")
     assert TABLES.xid[79].severity == "fatal"
 

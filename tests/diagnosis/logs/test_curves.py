@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosis.logs.curves import MAX_POINTS, NEWEST, CurveReader
+from tests.tables import table
+
+CASES = table(__file__)
 
 
 def read(*lines: bytes) -> dict[str, list[tuple[int | None, float]]]:
@@ -18,43 +21,10 @@ def read(*lines: bytes) -> dict[str, list[tuple[int | None, float]]]:
 
 @pytest.mark.parametrize(
     ("line", "values"),
-    [
-        (
-            (
-                b" iteration      100/  500000 | elapsed time per iteration (ms): 1234.5 | lm loss: 6.31E+00 | "
-                b"loss scale: 65536.0 | grad norm: 1.234 |"
-            ),
-            {"step_s": 1.2345, "loss": 6.31, "loss_scale": 65536.0, "grad_norm": 1.234},
-        ),
-        (b"iter 100: loss 2.3100, time 123.45ms, mfu 45.2%", {"loss": 2.31, "step_s": 0.12345, "mfu": 45.2}),
-        (b" 10%|#   | 100/1000 [00:10<01:30, 10.0it/s, loss=2.3]", {"loss": 2.3, "step_s": 0.1}),
-        (
-            b"[rank0]:2025-01-01 step: 100  loss:  2.31  grad_norm: 0.5  memory: 10GiB  tps: 1,234  mfu: 45.2%",
-            {"loss": 2.31, "grad_norm": 0.5, "tokens_per_s": 1234.0, "mfu": 45.2},
-        ),
-        (
-            b'{"loss": "4.5", "num_updates": "100", "gnorm": "0.5", "wps": "1000"}',
-            {"loss": 4.5, "grad_norm": 0.5, "tokens_per_s": 1000.0},
-        ),
-        (
-            b"Step: [100]\tTime  0.25 ( 0.30)\tData  0.05 ( 0.06)\tLoss 6.9e+00 (7.0e+00)",
-            {"step_s": 0.25, "data_s": 0.05, "loss": 6.9},
-        ),
-        (
-            b"Train Step: 100 Data (t): 0.250 Batch (t): 0.300, 15.3/s Loss: 6.9",
-            {"step_s": 0.3, "data_s": 0.25, "loss": 6.9},
-        ),
-        (
-            b"Iter [100/5000]  lr: 1.0e-02, time: 0.440, data_time: 0.055, loss: 1.25",
-            {"step_s": 0.44, "data_s": 0.055, "loss": 1.25},
-        ),
-        (b"2025-01-01 10:00:00,123: iteration 100 took 32.709 s.", {"step_s": 32.709}),
-        (b"step 100 step_time=0.3s data_wait_s: 0.1", {"step_s": 0.3, "data_s": 0.1}),
-        (b"step 100 data_time: 250 ms moe loss: 0.2 loss: tensor(4.0, device='cuda:0')", {"data_s": 0.25, "loss": 4.0}),
-    ],
+    CASES["lines_of_known_trainers"],
 )
-def test_lines_of_known_trainers(line: bytes, values: dict[str, float]) -> None:
-    assert read(line) == {name: [(100, value)] for name, value in values.items()}
+def test_lines_of_known_trainers(line: str, values: dict[str, float]) -> None:
+    assert read(line.encode()) == {name: [(100, value)] for name, value in values.items()}
 
 
 def test_a_line_without_a_step_has_its_place_only() -> None:

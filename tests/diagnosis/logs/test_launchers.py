@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from diagnosis.logs import launchers
+from tests.tables import table
 
-REPORT = """\
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-train.py FAILED
-------------------------------------------------------------
-Failures:
-[1]:
-  time      : 2026-03-01_12:00:07
-  host      : n2
-  rank      : 9 (local_rank: 1)
-  exitcode  : 1 (pid: 4711)
-  error_file: /tmp/torchelastic_x/none_y/attempt_0/1/error.json
-  traceback : Traceback (most recent call last):
-    File "train.py", line 3, in main
-      step()
-  ValueError: rank: too many
+CASES = table(__file__)
 
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-03-01_12:00:05
-  host      : n1
-  rank      : 3 (local_rank: 3)
-  exitcode  : -9 (pid: 4242)
-  error_file: <N/A>
-  traceback : Signal 9 (SIGKILL) received by PID 4242
-============================================================"""
+REPORT = Path(__file__).with_name("torchrun_report.txt").read_text().rstrip("\n")
 
 
 def test_the_report_of_torchrun():
@@ -56,45 +35,7 @@ def test_prefixes_and_the_agents_own_line_are_the_same_worker():
 
 @pytest.mark.parametrize(
     ("line", "expected"),
-    [
-        ("srun: error: n3: task 3: Killed", (3, "n3", None, 9)),
-        ("srun: error: n3: task 3: Exited with exit code 137", (3, "n3", 137, None)),
-        ("srun: error: n3: task 5: Out Of Memory", (5, "n3", None, 9)),
-        ("srun: error: n3: task 0: Segmentation fault (core dumped)", (0, "n3", None, 11)),
-        (
-            "mpirun noticed that process rank 3 with PID 77 on node n4 exited on signal 7 (Bus error).",
-            (3, "n4", None, 7),
-        ),
-        (
-            "[rank: 1] Child process with PID 9 terminated with code -6. Forcefully terminating all other processes",
-            (1, "", None, 6),
-        ),
-        (
-            "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with signal SIGKILL",
-            (None, "", None, 9),
-        ),
-        (
-            "[launch.py:321:sigkill_handler] ['python', 't.py', '--local_rank=7'] exits with return code = -11",
-            (None, "", None, 11),
-        ),
-        (
-            "subprocess.CalledProcessError: Command '['python', 't.py']' died with <Signals.SIGABRT: 6>.",
-            (None, "", None, 6),
-        ),
-        (
-            "/var/spool/slurmd/job77/slurm_script: line 40:  1234 Killed                  torchrun t.py",
-            (None, "", None, 9),
-        ),
-        (
-            "[0]: time: 2024-01-01_00:00:00 host: n1 rank: 3 (local_rank: 3) exitcode: -11 (pid: 77) error_file: <N/A>",
-            (3, "n1", None, 11),
-        ),
-        ("Exited with exit code 139.", (None, "", 139, None)),
-        ("Process finished with exit code -1", (None, "", None, 1)),
-        ("command terminated with exit code 137", (None, "", 137, None)),
-        ("    Exit_status=271", (None, "", 271, None)),
-        ("train.service: Main process exited, code=killed, status=9/KILL", (None, "", 9, None)),
-    ],
+    CASES["lines"],
 )
 def test_lines(line, expected):
     (one,) = launchers.read([line])

@@ -93,8 +93,7 @@ def test_a_flood_of_different_matches_is_bounded():
 def test_who_speaks_is_told_by_the_lines_or_else_by_the_name():
     place = Place(3, "node1")
     assert (log(steps(0, 9), place=place).rank, log(steps(0, 9), place=place).node) == (3, "node1")
-    own = log([f"[rank11]: {line}" for line in steps(0, 9)], place=place)
-    assert own.rank == 11
+    assert log([f"[rank11]: {line}" for line in steps(0, 9)], place=place).rank == 11
     kernel = log([f"Jan 14 03:55:30 cn01 kernel: [ {n}.5] all is well" for n in range(9)])
     assert (kernel.kind, kernel.node) == ("kernel", "cn01")
 

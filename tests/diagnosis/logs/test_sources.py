@@ -5,25 +5,14 @@ from __future__ import annotations
 import pytest
 
 from diagnosis.logs.reader import Origin, Place, Prefixes, place, places
+from tests.tables import table
+
+CASES = table(__file__)
 
 
 @pytest.mark.parametrize(
     ("line", "rank", "node", "text"),
-    [
-        ("[rank3]: boom", 3, "", "boom"),
-        ("[rank12]:[E1121 20:20:31.5 a.cpp:6] x", 12, "", "[E1121 20:20:31.5 a.cpp:6] x"),
-        ("[default2]:boom", 2, "", "boom"),
-        ("[default0]:[rank8]: boom", 8, "", "boom"),
-        ("2026-01-02T03:04:05.678Z [rank3]: boom", 3, "", "boom"),
-        ("2026-01-02T03:04:05.678901234Z stderr F boom", None, "", "boom"),
-        ("[1,7]<stderr>: boom", 7, "", "boom"),
-        ("(RayTrainWorker pid=77, ip=10.0.0.7) boom", None, "10.0.0.7", "boom"),
-        ("(TorchTrainer rank=5 pid=77) boom", 5, "", "boom"),
-        ("[pod/job-worker-3/pytorch] boom", None, "job-worker-3", "boom"),
-        ("\x1b[36m(RayWorker pid=1)\x1b[0m boom", None, "", "boom"),
-        ("3: boom", None, "", "3: boom"),
-        ("RuntimeError: boom", None, "", "RuntimeError: boom"),
-    ],
+    CASES["prefixes_that_say_what_they_are"],
 )
 def test_prefixes_that_say_what_they_are(line, rank, node, text):
     assert Prefixes().read(line) == Origin(text, rank, node)
@@ -31,16 +20,7 @@ def test_prefixes_that_say_what_they_are(line, rank, node, text):
 
 @pytest.mark.parametrize(
     ("form", "rank", "node"),
-    [
-        ("{n}: {text}", 3, ""),
-        (" {n}: {text}", 3, ""),
-        ("[{n}/8] {text}", 3, ""),
-        ("[{n}]: {text}", 3, ""),
-        ("worker-{n}: {text}", 3, "worker-3"),
-        ("job-worker-{n} | {text}", 3, "job-worker-3"),
-        ("node{n}: {text}", None, "node3"),
-        ("2026-01-02 03:04:05,678 node{n}: {text}", None, "node3"),
-    ],
+    CASES["prefixes_that_most_lines_have"],
 )
 def test_prefixes_that_most_lines_have(form, rank, node):
     sample = [form.format(n=n % 8, text=f"step {n}") for n in range(40)]

@@ -114,8 +114,7 @@ def test_lightning_counts_on_over_epochs():
 
 
 def test_a_counter_that_begins_again_counts_on():
-    reader = read(*(f"epoch {epoch} step {i}/50 loss 0.1\n" for epoch in range(3) for i in range(50)))
-    assert reader.step == 149
+    assert read(*(f"epoch {epoch} step {i}/50 loss 0.1\n" for epoch in range(3) for i in range(50))).step == 149
 
 
 def test_another_loops_counter_with_the_same_name_is_noise():

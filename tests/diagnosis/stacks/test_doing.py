@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from diagnosis import stacks
 from diagnosis.signals import Frame, RankStack
+from tests.tables import table
+
+CASES = table(__file__)
 
 LIB = "/env/lib/python3.11/site-packages/"
 
@@ -55,31 +58,7 @@ def test_any_bytes_are_survived(data):
 
 @pytest.mark.parametrize(
     ("frames", "activity"),
-    [
-        ([("all_reduce", LIB + "torch/distributed/distributed_c10d.py"), ("step", "train.py")], "collective"),
-        ([("barrier", LIB + "torch/distributed/distributed_c10d.py"), ("save", "train.py")], "collective"),
-        ([("wait", "train.py"), ("step", "train.py")], "compute"),
-        ([("sleep", "train.py"), ("step", "train.py")], "sleep"),
-        ([("sleep", "train.py"), ("save_checkpoint", "train.py")], "checkpoint"),
-        ([("write", "io.py"), ("_save", LIB + "torch/serialization.py"), ("step", "train.py")], "checkpoint"),
-        ([("sleep", "train.py"), ("estimate_loss", "train.py")], "evaluation"),
-        ([("forward", "m.py"), ("Trainer.evaluate", LIB + "transformers/trainer.py")], "evaluation"),
-        ([("matmul", "m.py"), ("validate", "train.py")], "evaluation"),
-        (
-            [("poll", "/usr/lib/python3.11/selectors.py"), ("_next_data", LIB + "torch/utils/data/dataloader.py")],
-            "data",
-        ),
-        ([("codegen", LIB + "torch/_inductor/graph.py"), ("step", "train.py")], "compile"),
-        (
-            [("destroy_process_group", LIB + "torch/distributed/distributed_c10d.py"), ("<module>", "train.py")],
-            "teardown",
-        ),
-        ([("_shutdown", "/usr/lib/python3.11/threading.py")], "teardown"),
-        ([("acquire", "/usr/lib/python3.11/threading.py"), ("step", "train.py")], "lock"),
-        ([("step", "train.py"), ("<module>", "train.py")], "compute"),
-        ([("train_step", "evaluation/train.py"), ("<module>", "train.py")], "compute"),
-        ([], "unknown"),
-    ],
+    CASES["activities"],
 )
 def test_activities(frames, activity):
     assert stacks.activity(stack(*frames)) == activity

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,79 +14,10 @@ from hypothesis import strategies as st
 
 from diagnosis import stacks
 
-PYSPY = """Process 4312: /usr/bin/python3 -u train.py --local-rank=1
-Python v3.11.2 (/usr/bin/python3.11)
-
-Thread 4312 (idle): "MainThread"
-    _engine_run_backward (torch/autograd/graph.py:769)
-    backward (torch/autograd/__init__.py:289)
-    train_step (train.py:41)
-        Arguments:
-            batch: <Tensor at 0x7f> (big)
-    <module> (train.py:80)
-Thread 5406 (idle): "Thread-1"
-    wait (threading.py:324)
-    run (tqdm/_monitor.py:60)
-    _bootstrap (threading.py:973)
-Thread 0x7F10 (idle)
-Thread 8287 (active)
-    all_gather_into_tensor (torch/distributed/distributed_c10d.py:2709)
-    fetch_sub_module (deepspeed/runtime/zero/partitioned_param_coordinator.py:285)
-"""
-
-FAULTHANDLER = """Timeout (0:05:00)!
-Thread 0x00007f8b9bfff6c0 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 982 in run
-  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
-
-Thread 0x00007f8bc1ff0b80 (most recent call first):
-  File "/job/data.py", line {line} in read_shard
-  File "/job/train.py", line 22 in <module>
-"""
-
-GDB = """[New LWP 22900]
-0x00007f912aaed545 in ?? () from /lib64/libcuda.so.1
-
-Thread 2 (Thread 0x7f910b7146c0 (LWP 22900) "gloo_tcp_loop"):
-#0  0x00007f912ab26f36 in epoll_wait (epfd=7, maxevents=64) at ../sysdeps/unix/sysv/linux/epoll_wait.c:30
-#1  0x00007f912ab278ec in clone3 () at ../sysdeps/unix/sysv/linux/x86_64/clone3.S:81
-
-Thread 1 (Thread 0x7f912b204b80 (LWP 22888) "python"):
-#0  0x00007f912aaed545 in ?? () from /lib64/libcuda.so.1
-#1  0x00007f912aaed546 in ?? () from /lib64/libcuda.so.1
-#2  0x00007fd4dbc6ba38 in {call} () from /usr/local/cuda/lib64/libcudart.so.12
-#3  0x00007f67a9ff6236 in c10::cuda::f(std::vector<at::Tensor, std::allocator<at::Tensor> >&, int) ()
-   from /env/lib/libtorch_cuda.so
-#4  0x00007f912acfd9c3 in _PyEval_EvalFrameDefault (f=Frame 0x55d, for file /job/train.py, line 12, in step (x=1))
-#5  0x00007f912ae98909 in run_eval_code_obj (locals=0x7f912a8da940) at Python/pythonrun.c:1710
-[Inferior 1 (process 22888) detached]
-"""
-
-EU_STACK = """PID 500 - process
-TID 500:
-#0  0x00007f6b84ad7ab4 read
-#1  0x00007f6b84ad7ab5 reader_fill - /usr/lib64/libreader.so.2
-TID 501:
-#0  0x00007f6b84ad7ab4 poll
-"""
-
-LLDB = """* thread #1, name = 'python', stop reason = signal SIGSTOP
-  * frame #0: 0x00007fb0b7f0792d libc.so.6`syscall + 29
-    frame #1: 0x00007fb090db0b85 libtorch_cuda.so`c10d::ProcessGroupNCCL::abort() + 664
-  thread #2, name = 'python'
-    frame #0: 0x00007fb0b7f0792d libc.so.6`poll + 29
-"""
-
-
-PYSTACK = """Traceback for thread 2 (loader) [] (most recent call last):
-    (Python) File "/usr/lib/python3.11/threading.py", line 1002, in _bootstrap
-Traceback for thread 300 (python) [Has the GIL] (most recent call last):
-    (C) File "???", line 0, in _start (/usr/bin/python3.11)
-    (Python) File "/job/train.py", line 80, in <module>
-        main()
-    (Python) File "/job/train.py", line 41, in load_batch
-    (C) File "???", line 0, in pread64 (/usr/lib/libc.so.6)
-"""
+PYSPY, FAULTHANDLER, GDB, EU_STACK, LLDB, PYSTACK = (
+    (Path(__file__).parent / f"dumps/{tool}.txt").read_text()
+    for tool in ("pyspy", "faulthandler", "gdb", "eu_stack", "lldb", "pystack")
+)
 
 
 def functions(stack):

@@ -66,8 +66,7 @@ def test_what_a_table_asks_for_is_what_a_verdict_recommends():
 
 def test_a_node_that_nobody_knows_may_be_any():
     unknown = read(finding(node="kern"), killed(1), well=frozenset({"n1"}))
-    other = read(finding(node="n1.cluster"), killed(1), well=frozenset({"n1"}))
-    assert unknown.confidence > other.confidence
+    assert unknown.confidence > read(finding(node="n1.cluster"), killed(1), well=frozenset({"n1"})).confidence
 
 
 @pytest.mark.parametrize(("source", "who"), [("kernel", "kernel on n0"), ("output", "rank 1's output on n0")])

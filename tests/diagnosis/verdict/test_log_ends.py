@@ -24,7 +24,6 @@ def test_ranks_that_call_different_operations():
             call(1, "Broadcast", 64),
         ]
     )
-    assert found is not None
     assert "AllReduce of 64 and Broadcast of 64" in found.why
     assert found.line == 3
 

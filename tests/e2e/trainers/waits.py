@@ -81,7 +81,6 @@ def wants_a_file_lock(seconds: float, folder: Path) -> None:
     path = folder / "lock"
     code = f"import fcntl, time; fcntl.flock(open({str(path)!r}, 'w'), 2); print(flush=True); time.sleep({seconds})"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
         holder.stdout.readline()
         with open(path, "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -50,9 +50,7 @@ def test_what_is_left_out(
 
 
 def test_what_is_bad_and_needed_is_the_end_of_it() -> None:
-    choice = leave_out(room(5), ["n1"], ["n2"])
-    assert choice.why_not == "it needs 5 nodes, and partition main has 4 besides n1"
-    choice = leave_out(room(2, demanded=("n1", "n2")), ["n1"], [])
-    assert choice.why_not == "it was submitted for n1, by name"
+    assert leave_out(room(5), ["n1"], ["n2"]).why_not == "it needs 5 nodes, and partition main has 4 besides n1"
+    assert leave_out(room(2, demanded=("n1", "n2")), ["n1"], []).why_not == "it was submitted for n1, by name"
     choice = leave_out(room(2, demanded=("n1", "n2")), [], ["n1"])
     assert (choice.nodes, choice.kept) == ((), ("n1",))

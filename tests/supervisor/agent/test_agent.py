@@ -97,7 +97,6 @@ def test_an_orphan_ends_as_a_controller_would_end_it(agent: NodeAgent) -> None:
     agent._receive(ASSIGNED)
     agent._handle_lost_controller(100.0)
     held = agent._state.assignment
-    assert held is not None
     assert (held.stage, held.outcome) == ("stop", outcome)
 
 

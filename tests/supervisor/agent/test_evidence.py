@@ -115,8 +115,7 @@ RAISED = (
 )
 def test_a_rank_that_gloo_aborted_blames_its_peer(lines, blames):
     record = ExitRecord(rank=0, local_rank=0, pid=10, code=None, signal=6, ended_at=100.0)
-    account = accounts.account_of_rank("n1", record, RankOutput(rank=0, tail=lines))
-    assert only_blame_peers([account]) is blames
+    assert only_blame_peers([accounts.account_of_rank("n1", record, RankOutput(rank=0, tail=lines))]) is blames
     assert not only_blame_peers([])
 
 

@@ -49,7 +49,6 @@ def test_join_wait_release_and_leave(make_state: Any, tmp_path: Path) -> None:
         launcher = await Launcher.connect(tmp_path / "s")
         launcher.ask(op="join", pid=7, store_host="127.0.0.1", store_port=99, local_world_size=2)
         await until(state, lambda s: s.offer is not None)
-        assert state.offer is not None
         assert (state.offer.port, state.offer.local_world_size) == (99, 2)
         assert not launchers.release("look")  # it is joining, not watching
         assert launchers.join(attempt=1, rank=0, nodes=1, store_host="127.0.0.1", store_port=99)

@@ -227,7 +227,6 @@ def test_a_job_without_its_first_node_is_started_again_and_the_record_says_by_wh
     assert record is not None, "it is written before the request, which may end this node"
     assert (record.job, record.requeues, record.by, record.lost) == ("77", 0, "n1", "n0")
     assert before - 62 <= record.lost_at <= record.at - 60 <= time.time()
-    assert outcome is not None
     assert (outcome.state, outcome.exit_code) == ("requeued", 75)
 
 
@@ -257,7 +256,6 @@ def test_a_signal_ends_a_node_that_has_no_controller(make_state: Any, signal: st
     state.saved.stop_request = signal
     [first, second] = asyncio.run(looks(handler(state, None, MOVING), 100.0, 110.0))
     assert first is None
-    assert second is not None
     assert (second.state, second.exit_code) == ("stopped", code)
 
 
@@ -265,7 +263,6 @@ def test_a_node_that_finds_no_controller_shows_why_once_and_gives_up(make_state:
     state = make_state(spec=SPEC)
     *before, last = asyncio.run(looks(handler(state), 100.0, 121.0, 140.0, 1001.0))
     assert before == [None, None, None]
-    assert last is not None
     assert (last.state, last.exit_code) == ("failed", 70)
     [line] = shown(state)
     assert "no address in controller.json" in line

@@ -102,7 +102,6 @@ def test_a_beacon_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     assert reader.read() is None
     path.write_bytes(beacon(b'{"groups":{"0":[7,6]},"step":12}'))
     seen = reader.read()
-    assert seen is not None
     assert (seen.groups, seen.step, seen.monotonic) == ({"0": (7, 6)}, 12, 2.0)
     assert parse(beacon(b"{}", sequence=3)) is None
     assert parse(beacon(b'{"groups":')) is None

@@ -140,8 +140,7 @@ def test_requests_for_evidence_and_to_wake_ranks_are_carried_out_once() -> None:
     order = assigned("run", 1, evidence=EvidenceRequest(number=3, budget_s=5.0), wake=(1,), wake_number=2)
     running = node(worker(1, 0), worker(1, 1), watching=1, joined=1)
     assert reconcile(order, running) == [WakeRanks(ranks=(1,), number=2), Collect()]
-    again = node(worker(1, 0), worker(1, 1), watching=1, joined=1, woken=2, collected=3)
-    assert reconcile(order, again) == []
+    assert reconcile(order, node(worker(1, 0), worker(1, 1), watching=1, joined=1, woken=2, collected=3)) == []
 
 
 def test_without_a_keeper_nothing_is_done() -> None:

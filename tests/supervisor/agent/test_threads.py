@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from supervisor.agent.procfs import blocked, can_be_woken, interpreter_data, thread_waits_for_ever, waiting
+from tests.tables import read
 
 PREAMBLE = """
 import ctypes, fcntl, multiprocessing, os, queue, signal, socket, subprocess, sys, threading, time
@@ -33,7 +34,6 @@ def process() -> Iterator[Callable[[str], int]]:
         text = "\n".join((PREAMBLE, *lines, "print(flush=True)", last))
         one = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, start_new_session=True)
         started.append(one)
-        assert one.stdout is not None
         one.stdout.readline()
         return one.pid
 
@@ -41,64 +41,11 @@ def process() -> Iterator[Callable[[str], int]]:
     for one in started:
         os.killpg(one.pid, signal.SIGKILL)  # with the processes that it started
         one.wait()
-        assert one.stdout is not None
         one.stdout.close()
 
 
-DEADLOCKS = {
-    "the same lock twice": "a = threading.Lock(); a.acquire()\na.acquire()",
-    "two locks crossed": """
-a, b = threading.Lock(), threading.Lock(); a.acquire()
-thread(lambda: (b.acquire(), a.acquire()))
-while not b.locked(): time.sleep(0.01)
-b.acquire()""",
-    "join of one that waits for us": "a = threading.Lock(); a.acquire(); t = thread(a.acquire)\nt.join()",
-    "a pool whose only worker waits for it": """
-pool = ThreadPoolExecutor(1)
-pool.submit(lambda: pool.submit(int).result()).result()""",
-    "a queue that nobody fills": "q = queue.Queue()\nq.get()",
-    "an event that nobody sets": "threading.Event().wait()",
-    "an event, where the interpreter's faults are handled": """
-import faulthandler; faulthandler.enable()
-threading.Event().wait()""",
-    "a lock of C, with Python's own held": """
-c = ctypes.PyDLL(None); sem = ctypes.create_string_buffer(64); c.sem_init(sem, 0, 0)
-thread(lambda: [i * i for i in iter(int, 1)]); time.sleep(0.3)
-c.sem_wait(sem)""",
-}
-HONEST = {
-    "sleep": "time.sleep(1000)",
-    "poll": "for _ in iter(int, 1): time.sleep(0.2)",
-    "program": "os.system('exec sleep 1000')",
-    "child": "subprocess.Popen(['sleep', '1000']).wait()",
-    "computes": "for _ in iter(int, 1): pass",
-    "one call": "ctypes.CDLL(None).sleep(1000)",
-    "one call that keeps Python's lock": "ctypes.PyDLL(None).sleep(1000)",
-    "socket": "s = socket.socketpair()\ns[0].recv(1)",
-    "pipe": "p = os.pipe()\nos.read(p[0], 1)",
-    "signal": "signal.pause()",
-    "a lock with a time-out": "a = threading.Lock(); a.acquire()\na.acquire(timeout=1000)",
-    "a worker that sleeps": "pool = ThreadPoolExecutor(1)\npool.submit(time.sleep, 1000).result()",
-    "a worker that computes": "pool = ThreadPoolExecutor(1)\npool.submit(lambda: [0 for _ in iter(int, 1)]).result()",
-    "a worker that waits for a program": "t = thread(lambda: os.system('exec sleep 1000'))\nt.join()",
-    "a worker that reads": "p = os.pipe(); t = thread(lambda: os.read(p[0], 1))\nt.join()",
-    "a process that holds a lock": """
-context = multiprocessing.get_context('fork'); a = context.Lock(); a.acquire()
-a.acquire()""",
-    "a pool of processes": """
-pool = multiprocessing.get_context('fork').Pool(1)
-pool.apply(time.sleep, (1000,))""",
-    "a file that is locked": """
-name = f'/tmp/unbroken-test-{os.getpid()}'; f = open(name, 'w'); fcntl.flock(f, 2); g = open(name, 'w'); os.unlink(name)
-fcntl.flock(g, 2)""",
-    "an event that a signal sets": """
-e = threading.Event(); signal.signal(signal.SIGUSR1, lambda *_: e.set())
-e.wait()""",
-    "an event that the script's own SIGTERM handler sets": """
-e = threading.Event(); signal.signal(signal.SIGTERM, lambda *_: e.set())
-e.wait()""",
-    "a timer": "e = threading.Event(); threading.Timer(1000, e.set).start()\ne.wait()",
-}
+PROGRAMS = read(__file__)
+DEADLOCKS, HONEST = PROGRAMS["deadlocks"], PROGRAMS["honest"]
 
 
 @pytest.mark.parametrize("name", DEADLOCKS)

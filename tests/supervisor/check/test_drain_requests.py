@@ -164,5 +164,4 @@ def test_who_comes_last_steps_back(here: Path, run: Run) -> None:
 def test_a_site_without_the_folder_and_a_user_without_the_rights(here: Path, run: Run) -> None:
     assert run("--spool", str(here / "none")) == ("", "")
     command = ["setpriv", f"--reuid={USER}", sys.executable, "-m", "supervisor.cli.main", "drain-requests"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/")
-    assert done.returncode != 0
+    assert subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/").returncode != 0

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from supervisor.node_health.contract import Moment, Probe, ProbeContext, Site
+from supervisor.node_health.contract import Site
 from supervisor.node_health.network import EthernetProbe, default_routes, outliers
 
-from .tree import BASE, Tree, of
+from .tree import Tree, of
 
 ROUTES = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 
@@ -59,14 +59,6 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
 
 
-def test_a_node_without_interfaces_has_nothing_to_check(node: Node) -> None:
-    results = node.look()
-    assert isinstance(node.probe, Probe)
-    assert {one.status for one in results} == {"not_applicable"}
-    node.place.preflight = True
-    assert {one.check for one in node.look()} == {check.id for check in node.probe.checks}
-
-
 def test_an_interface_that_is_up(node: Node) -> None:
     node.interface("eth0")
     node.place.preflight = True
@@ -74,13 +66,6 @@ def test_an_interface_that_is_up(node: Node) -> None:
     assert {one.status for one in results} == {"healthy"}
     assert {one.check for one in results} == {check.id for check in node.probe.checks}
     assert of(results, "eth_speed", "eth0").values == {"mbps": 25000.0}
-
-
-def test_this_machine(tmp_path: Path) -> None:
-    """The live node, whatever it has: nothing raises, nothing is at fault that was never seen before."""
-    results = EthernetProbe().look(ProbeContext(state_dir=tmp_path), Moment(wall=BASE, mono=0.0))
-    assert all(one.status in ("healthy", "not_applicable", "unhealthy") for one in results)
-    assert not [one for one in results if one.device in ("lo", "docker0")]
 
 
 def test_only_physical_ethernet_counts(node: Node) -> None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from supervisor.node_health.contract import Expect, Probe, ProbeContext, Site
+from supervisor.node_health.contract import Expect, ProbeContext, Site
 from supervisor.node_health.infiniband import InfinibandProbe
 
 from .tree import Tree, of
@@ -63,15 +63,6 @@ class Node(Tree):
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
     return Node(tmp_path)
-
-
-def test_a_node_without_adapters_has_nothing_to_check(node: Node) -> None:
-    results = node.look()
-    assert isinstance(node.probe, Probe)
-    assert {one.status for one in results} == {"not_applicable"}
-    assert {one.check for one in results} == {check.id for check in node.probe.checks if check.when != "preflight"}
-    node.place.preflight = True
-    assert {one.check for one in node.look()} == {check.id for check in node.probe.checks}
 
 
 def test_every_check_is_said_and_its_threshold_can_be_printed(node: Node) -> None:

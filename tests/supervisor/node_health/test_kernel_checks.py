@@ -62,8 +62,7 @@ def test_what_was_said_longer_ago_is_over_but_nothing_between_two_looks_is_misse
     later = Moment(wall=NOW.wall + 30 * MINUTE, mono=NOW.mono + 30 * MINUTE)
     new = record(XID_79, -5 * MINUTE)  # five minutes after the first look
     assert bad(look(old, new, at=later)) == {("gpu_fallen_off_bus", "0000:c1:00"): "critical"}
-    again = Moment(wall=later.wall + 1, mono=later.mono + 1)
-    assert bad(look(old, new, at=again)) == {}
+    assert bad(look(old, new, at=Moment(wall=later.wall + 1, mono=later.mono + 1))) == {}
 
 
 def test_a_site_says_how_long_and_what_a_message_means(look):
@@ -77,8 +76,7 @@ def test_a_site_says_how_long_and_what_a_message_means(look):
 def test_a_storm_is_bounded(look, monkeypatch):
     monkeypatch.setattr(kernel_log, "RECORDS", 50)
     storm = [record(XID_79.replace("c1", f"{n:02x}"), 60, n) for n in range(100)]
-    found = look(*storm)
-    assert 0 < len(bad(found)) <= 50
+    assert 0 < len(bad(look(*storm))) <= 50
 
 
 def test_where_nothing_can_be_read_it_is_unknown(monkeypatch, tmp_path):

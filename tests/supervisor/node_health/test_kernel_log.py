@@ -172,7 +172,6 @@ def test_the_journals_reader_ends_with_us(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path)]
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         reader = int(parent.stdout.readline().rsplit(" ", 1)[1])
         parent.kill()
     until = time.monotonic() + 60

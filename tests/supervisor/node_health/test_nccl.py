@@ -106,8 +106,7 @@ def test_settings_that_name_what_is_not_there(node: Node) -> None:
 
 def test_of_an_environment_only_the_variables_of_nccl_are_kept(node: Node) -> None:
     node.rank(0, NCCL_DEBUG="IN\x1b[31mFO", NCCL_SECRET="hush", TORCH_FR_BUFFER_SIZE="1")
-    kept = network.read_settings(node.place, 1000)
-    assert kept == {"NCCL_DEBUG": "INFO", "TORCH_FR_BUFFER_SIZE": "1"}
+    assert network.read_settings(node.place, 1000) == {"NCCL_DEBUG": "INFO", "TORCH_FR_BUFFER_SIZE": "1"}
     assert "hush" not in repr(node.look())
 
 

@@ -1,12 +1,16 @@
-"""Where probes look."""
+"""Where probes look, and what holds for each of ours."""
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from supervisor.node_health.contract import ProbeContext
+from supervisor.node_health import contract
+from supervisor.node_health.contract import Moment, Probe, ProbeContext
+
+OURS = [pytest.param(probe, id=probe.name) for probe in contract.load("node", for_agent=True)[0]]
 
 
 def test_links_of_a_captured_tree_never_lead_out_of_it(tmp_path: Path) -> None:
@@ -60,3 +64,21 @@ def test_what_lies_in_a_closed_folder_is_denied() -> None:
 def test_keeping_a_name_that_is_no_utf8_is_no_failure(tmp_path: Path) -> None:
     ProbeContext(state_dir=tmp_path).keep("names", [os.fsdecode(b"\xff")])
     assert ProbeContext(state_dir=tmp_path).load("names") is None
+
+
+@pytest.mark.parametrize("probe", OURS)
+def test_of_an_empty_tree_every_check_says_that_it_does_not_apply(probe: Probe, tmp_path: Path) -> None:
+    """A check without an answer would make the whole node unknown."""
+    results = type(probe)().look(ProbeContext(root=tmp_path, preflight=True), Moment(wall=1.7e9, mono=1.0))
+    assert {one.check for one in results} == {check.id for check in probe.checks}
+    assert {one.status for one in results} <= {"not_applicable", "unknown"}
+    assert all("{" not in check.threshold_text() for check in probe.checks)
+
+
+@pytest.mark.parametrize("probe", OURS)
+def test_of_this_machine_every_check_says_something_and_accuses_nobody(probe: Probe, tmp_path: Path) -> None:
+    place = ProbeContext(state_dir=tmp_path, preflight=True, once=True)
+    results = type(probe)().look(place, Moment(wall=time.time(), mono=time.monotonic()))
+    assert {one.check for one in results} == {check.id for check in probe.checks}
+    bad = [one for one in results if one.status == "unhealthy" and one.level == "critical"]
+    assert bad == []

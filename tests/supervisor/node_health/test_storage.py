@@ -221,8 +221,7 @@ def test_mounts_that_come_and_go_are_forgotten(tmp_path: Path) -> None:
         results = look(probe, captured(tmp_path, ROOT + f"50 27 8:{pod} / /pod/{pod} rw - ext4 /dev/rbd{pod} rw\n"))
         assert of(results, "mount_writable", f"/pod/{pod}").status == "healthy"
         assert {result.device for result in results} <= {"", "/", f"/pod/{pod}"}
-    kept = ProbeContext(root=tmp_path, state_dir=tmp_path / "state").load("mounts")
-    assert len(kept) < 100
+    assert len(ProbeContext(root=tmp_path, state_dir=tmp_path / "state").load("mounts")) < 100
 
 
 # ----- captured trees -----
@@ -238,12 +237,6 @@ def test_a_captured_tree_is_judged_by_its_mount_table_alone(tmp_path: Path) -> N
     assert "after an error" in of(results, "mount_writable", "/local").text
     for check in ("mount_answers", "disk_space", "disk_inodes", "storage_write"):
         assert of(results, check).status == "not_applicable"
-
-
-def test_a_tree_without_a_table_is_unknown(tmp_path: Path) -> None:
-    results = look(StorageProbe(), ProbeContext(root=tmp_path))
-    assert {result.status for result in results} == {"unknown"}
-    assert {result.check for result in results} == {check.id for check in StorageProbe.checks}
 
 
 def test_a_table_that_is_none_is_not_read_as_no_mounts(tmp_path: Path) -> None:
@@ -297,7 +290,6 @@ def test_links_are_followed_and_missing_folders_are_what_is_there_of_them(tmp_pa
     asker.ask("two", "stat", str(tmp_path / "not there"))
     asker.collect(20.0)
     one, two = asker.answers["one"], asker.answers["two"]
-    assert one.space is not None
     assert one.space.real_path == str((tmp_path / "real").resolve())
     assert one.space.size_bytes == os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
     assert two.error == errno.ENOENT
@@ -343,7 +335,6 @@ def test_a_child_that_never_begins_accuses_no_file_system(tmp_path: Path) -> Non
 
 def test_the_child_ends_with_its_parent() -> None:
     child = subprocess.Popen([sys.executable, "-I", "-S", str(CHILD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
     child.stdin.write(b"rubbish\n1 stat 2f\n")
     child.stdin.close()
     assert child.wait(30.0) == 0

@@ -80,7 +80,6 @@ class Looker:
         self.cpu_s = self.every_s = 0.0
 
     def ask(self, mono: float, **more: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"mono": mono, "site": {"expect": {"gpus": 8}}, **more}) + "\n")
         self.process.stdin.flush()
 

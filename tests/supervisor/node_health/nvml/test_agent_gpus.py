@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from diagnosis.signals import Finding
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import JobInfo
@@ -77,29 +75,3 @@ def test_a_storm_of_xids_is_one_finding_with_gpu_and_rank(fake_nvml: Any, tmp_pa
     xids = [found for found in eyes.findings if found.failure_class is FailureClass.GPU_FALLEN_OFF_BUS]
     assert len({(found.rule, found.gpu) for found in xids}) == 1
     assert (xids[0].gpu, xids[0].gpu_uuid, xids[0].rank, xids[0].node) == (GPU, UUID, 5, "n1")
-
-
-@pytest.mark.slow
-def test_a_call_that_never_returns_is_a_finding_and_delays_no_other_probe(fake_nvml: Any, tmp_path: Path) -> None:
-    """As long as it takes: 45 s are what a driver is given."""
-    eyes = Eyes(fake_nvml.env, tmp_path, "nvml", "memory", "processes")
-
-    async def story() -> None:
-        await eyes.until(lambda: eyes.looked_at("gpu_temperature") and eyes.looked_at("memory_available"))
-        fake_nvml.state(**{"3.hang.nvmlDeviceGetTemperature": -1, "3.hang.nvmlDeviceGetPowerUsage": -1})
-        began = time.time()
-        await eyes.until(lambda: eyes.errors())
-        (found,) = eyes.errors()
-        assert (found.rule, found.severity, found.failure_class) == (
-            "gpu_driver_responds",
-            "error",
-            FailureClass.GPU_HANG,
-        )
-        assert GPU in found.evidence.text
-        assert "has not returned for" in found.evidence.text
-        assert time.time() - eyes.looked_at("memory_available") < 25.0
-        assert time.time() - began < 75.0
-        assert eyes.health.workers["gpu"].pid, "it is not killed for that"
-        fake_nvml.state()
-
-    eyes.run(story)

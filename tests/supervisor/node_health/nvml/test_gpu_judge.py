@@ -127,8 +127,7 @@ def test_limits_of_a_site() -> None:
 
 
 def test_what_was_not_looked_at_is_not_judged() -> None:
-    row = BY_ID["gpu_row_remap_pending"]
-    assert judged(row, Gpu("0000:c1:00", "", {"temperature_c": 40}), {}) is None
+    assert judged(BY_ID["gpu_row_remap_pending"], Gpu("0000:c1:00", "", {"temperature_c": 40}), {}) is None
 
 
 def test_hostile_text_is_cleaned() -> None:

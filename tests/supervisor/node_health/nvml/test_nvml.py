@@ -102,8 +102,7 @@ def test_each_fault_is_seen_by_its_own_check_and_by_no_other(fault: str, fake_nv
 
 def test_a_driver_without_the_older_temperature_call_is_asked_by_the_newer(fake_nvml: FakeNvml, looker: Start) -> None:
     fake_nvml.state(**{"ret.nvmlDeviceGetTemperature": 26, "3.temperature": 90})
-    results = looker().look(100.0)
-    assert results.flaws == {"gpu_temperature": [GPUS[3]]}
+    assert looker().look(100.0).flaws == {"gpu_temperature": [GPUS[3]]}
 
 
 def test_a_gpu_without_a_pci_address_is_no_fault(fake_nvml: FakeNvml, looker: Start) -> None:

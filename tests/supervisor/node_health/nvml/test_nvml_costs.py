@@ -63,7 +63,6 @@ def test_processes_are_listed_in_turns_only(fake_nvml: FakeNvml, looker: Start) 
     fake_nvml.state(**{"2.graphics": "1 900", "2.memory_used": 900 << 20})
     before = fake_nvml.calls()["nvmlDeviceGetComputeRunningProcesses_v3"]
     for look in range(1, 17):
-        results = child.look(100.0 + look * 10)
-        assert results.flaws == {}, "a display's memory is somebody's"
+        assert child.look(100.0 + look * 10).flaws == {}, "a display's memory is somebody's"
     assert fake_nvml.calls()["nvmlDeviceGetComputeRunningProcesses_v3"] - before <= 2 * 8
     assert fake_nvml.calls()["nvmlDeviceGetGraphicsRunningProcesses_v3"] <= 2 * 2

@@ -53,8 +53,7 @@ def test_storms_are_judged_by_rate_and_only_when_they_last(fake_nvml: FakeNvml, 
         }
         fake_nvml.state(**counters)
         results = child.look(100.0 + look * 10)
-        storm = results.at("gpu_ecc_corrected_rate")["status"]
-        assert storm == ("unhealthy" if look >= 27 else "healthy")
+        assert results.at("gpu_ecc_corrected_rate")["status"] == ("unhealthy" if look >= 27 else "healthy")
     found = results.flaws
     assert found["gpu_pcie_replays"] == [GPUS[1]]
     assert "gpu_hw_slowdown" not in found, "six minutes are not ten"
