@@ -72,6 +72,20 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
         raise
 
 
+def head_of(path: str, limit: int = 1024) -> bytes:
+    """The first bytes of a file of /proc or /sys; empty where it is gone or not ours to read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError):
+        return b""
+    try:
+        return os.read(descriptor, limit)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
 
 

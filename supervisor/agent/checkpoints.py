@@ -26,7 +26,7 @@ from recovery.formats.scan import CheckpointScanner, Seen
 from recovery.provenance import Item, Provenance, Write
 from recovery.quarantine import Bounds, GivenFolders, SeenByRanks, keep_copy
 from supervisor.agent.procfs import descendants, files_open_for_writing
-from supervisor.files import start_time
+from supervisor.files import start_time, write_atomically
 
 # ----- what the ranks of this node wrote, and the job's record of it -----
 
@@ -186,7 +186,7 @@ class JobRecord:
             return ""
         try:
             self._folder.mkdir(mode=0o700, exist_ok=True)
-            _replace(self._own, msgspec.json.encode(provenance.items))
+            write_atomically(self._own, msgspec.json.encode(provenance.items), 0o600)
         except OSError as error:
             return f"which files this job wrote cannot be kept in {self._own}: {error.strerror}"
         self._kept = changes
@@ -226,18 +226,6 @@ class JobRecord:
             return {}
         self._problems.pop(str(path), None)
         return items
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """As `write_atomically`, and only this user may write it: the job acts on what it says."""
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-    try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 # ----- the checkpoints -----

@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -22,8 +21,8 @@ from diagnosis.health import OK, UNKNOWN, Check, CheckResult, CheckState, exit_c
 from diagnosis.signals import Frozen, clean_text
 from supervisor.errors import CheckRefused, TreeNotFound
 from supervisor.node_health import contract, health_file
-from supervisor.node_health.contract import NOT_LOADED, ProbeContext, Site
-from supervisor.node_health.health_file import keep, read
+from supervisor.node_health.contract import NOT_LOADED, ProbeContext, Site, fits, is_asked_for, keep_file
+from supervisor.node_health.health_file import read
 from supervisor.node_health.protocol import FLAW, Setup, TimedOut
 from supervisor.node_health.runner import DYING_S, WorkerAnswer, run_once
 from supervisor.node_health.state import GPU_CALL_S, RESPONDS, HealthFile, responded, responds
@@ -82,13 +81,18 @@ def chosen(rows: Mapping[str, CheckRow], options: Options, *, all_known: bool = 
     """The checks that are asked for. Raises CheckRefused for a pattern that fits none, if `all_known` are in `rows`."""
     for pattern in (*options.only, *options.skip) if all_known else ():
         refuse_unknown(rows, pattern)
-    return {name: row for name, row in rows.items() if _wanted(row, options)}
+    skip = (*options.skip, *options.site.skip)
+    return {
+        name: row
+        for name, row in rows.items()
+        if is_asked_for(row.check, row.probe, options.only, skip, preflight=options.preflight)
+    }
 
 
 def refuse_unknown(rows: Mapping[str, CheckRow], pattern: str) -> None:
     """Raises CheckRefused for a pattern that fits nothing."""
     known = {name for row in rows.values() for name in (row.check.id, row.probe)}
-    if not any(fnmatchcase(name, pattern) for name in known):
+    if not fits(known, (pattern,)):
         raise CheckRefused(f"no check or probe is called {clean_text(pattern, 80)}{_hint(pattern, known)}")
 
 
@@ -97,26 +101,13 @@ def _hint(word: str, known: Iterable[str]) -> str:
     return f": did you mean {' or '.join(near)}?" if near else "; `unbroken check --list` shows all"
 
 
-def _wanted(row: CheckRow, options: Options) -> bool:
-    names = (row.check.id, row.probe)
-    if row.check.when == "preflight" and not options.preflight and row.check.id not in options.only:
-        return False
-    if options.only and not fits(names, options.only):
-        return False
-    return not fits(names, (*options.skip, *options.site.skip))
-
-
-def fits(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-
 def site_problems(rows: Mapping[str, CheckRow], site: Site) -> list[str]:
     """A sentence for each check or limit of the site file that does not exist."""
     names = {*rows, *(row.probe for row in rows.values())}
     problems = [
         f"the site file skips {clean_text(pattern, 80)}, and no check or probe is called so"
         for pattern in site.skip
-        if not any(fnmatchcase(name, pattern) for name in names)
+        if not fits(names, (pattern,))
     ]
     for name, numbers in site.limits.items():
         if name not in rows:
@@ -196,7 +187,7 @@ def look_at_node(wanted: Mapping[str, CheckRow], options: Options) -> NodeResult
         check_states=tuple(check_states.values()),
     )
     if state_dir is not None:
-        keep(state_dir / "check.json", file)
+        keep_file(state_dir / "check.json", file)
     shown = {
         key: _shown(wanted[key[0]].check, one, seen=key in seen)
         for key, one in check_states.items()

@@ -10,6 +10,7 @@ of the live node. It never raises for what a node may lack: an absent file, devi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -18,7 +19,7 @@ import stat
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
@@ -237,15 +238,16 @@ class ProbeContext:
         return kept.get("value")
 
     def keep(self, name: str, value: Any) -> None:
-        """Keep a small JSON value for the next process of this boot; a full disk is no reason to fail."""
-        if self.state_dir is None:
-            return
-        try:
-            self.state_dir.mkdir(parents=True, exist_ok=True)
-            data = msgspec.json.encode({"boot_id": self.boot_id, "value": value})
-            write_atomically(self.state_dir / f"{name}.json", data)
-        except (OSError, ValueError):  # also a name that is no UTF-8
-            pass
+        """Keep a small JSON value for the next process of this boot."""
+        if self.state_dir is not None:
+            keep_file(self.state_dir / f"{name}.json", {"boot_id": self.boot_id, "value": value})
+
+
+def keep_file(path: Path, value: object) -> None:
+    """Write a value as JSON, whole. That the disk is full, or a name is no UTF-8, is no reason to fail."""
+    with contextlib.suppress(OSError, ValueError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomically(path, msgspec.json.encode(value))
 
 
 @runtime_checkable
@@ -339,6 +341,22 @@ def table(*workers: str) -> list[Check]:
     """All checks of the probe workers (of all by default), in order."""
     probes = [probe for worker in workers or WORKERS for probe in load(worker)[0]]
     return [check for probe in probes for check in probe.checks]
+
+
+def is_asked_for(check: Check, probe: str, only: Sequence[str], skip: Sequence[str], *, preflight: bool) -> bool:
+    """Whether a check is to be made. `only` (empty: all) and `skip`: patterns of check ids and probe names.
+
+    Preflight checks are made when they are wanted, or one is named.
+    """
+    names = (check.id, probe)
+    if check.when == "preflight" and not preflight and check.id not in only:
+        return False
+    return (not only or fits(names, only)) and not fits(names, skip)
+
+
+def fits(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    """Whether a pattern fits one of the names."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 # ----- what probes remember: values of this boot, counters as first seen, how fast counters grow -----

@@ -1,6 +1,6 @@
 """Files about a node's health: check states (`HealthFile`), and how long an operator has the GPUs (`GpuRelease`).
 
-Where files of check states are, whether to believe one, and how to write one.
+Where files of check states are, and whether to believe one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 
 from diagnosis.signals import Frozen
+from supervisor.node_health.contract import keep_file
 from supervisor.node_health.state import HealthFile
-from supervisor.paths import write_atomically
 
 BELIEVED_S: Final = 120.0
 """An agent writes at least once a minute."""
@@ -82,15 +82,6 @@ def _runs(pid: int) -> bool:
     return pid > 0
 
 
-def keep(path: Path, file: HealthFile) -> None:
-    """A disk that is full or read-only is no reason to fail."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(path, msgspec.json.encode(file))
-    except OSError:
-        pass
-
-
 LONGEST_RELEASE_S: Final = 86400.0
 
 
@@ -116,9 +107,5 @@ class GpuRelease(Frozen, frozen=True, kw_only=True):
             return cls()
 
     def keep(self, folder: Path) -> None:
-        """Does not fail on a full disk: then only the next agent does not know."""
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "release.json", msgspec.json.encode(self))
-        except OSError:
-            pass
+        """On a full disk only the next agent does not know."""
+        keep_file(folder / "release.json", self)

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -38,7 +37,7 @@ from diagnosis.kernel.xid import default_tables
 from diagnosis.signals import Finding, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.keeper_client import WorkerProcess
-from supervisor.node_health.contract import Moment, ProbeContext, Site, recall
+from supervisor.node_health.contract import Moment, ProbeContext, Site, fits, recall
 from supervisor.node_health.state import CheckStates, MinuteLimit
 
 DEVICE: Final = "/dev/kmsg"
@@ -414,7 +413,7 @@ class KernelLog:
                 rank=began.rank if began is not None else None,
             )
             for one in worst
-            if not any(fnmatchcase(name, pattern) for name in (one.check, KERNEL) for pattern in self._site.skip)
+            if not fits((one.check, KERNEL), self._site.skip)
         ]
 
 

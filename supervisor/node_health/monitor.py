@@ -15,11 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
-
 from diagnosis.health import CheckResult, CheckState, healthy, unknown
 from diagnosis.signals import Finding, clean_text
-from supervisor.node_health.contract import NOT_LOADED, JobInfo, Site
+from supervisor.node_health.contract import NOT_LOADED, JobInfo, Site, keep_file
 from supervisor.node_health.health_file import LONGEST_RELEASE_S, GpuRelease
 from supervisor.node_health.kernel_log import CHECKS, KERNEL, KernelLog
 from supervisor.node_health.protocol import (
@@ -45,7 +43,6 @@ from supervisor.node_health.state import (
     responds,
     unkillable,
 )
-from supervisor.paths import write_atomically
 
 START_AFTER_S: Final = 1.0
 """The ranks start first."""
@@ -343,10 +340,7 @@ class HealthMonitor:
             check_states=tuple(sorted(self.states(), key=_order)),
             costs=self._costs,
         )
-        try:
-            write_atomically(self._path, msgspec.json.encode(file))
-        except (OSError, ValueError):  # a full disk is a finding of its own; a name that is no UTF-8 ends nothing
-            pass
+        keep_file(self._path, file)  # a full disk is a finding of its own
 
 
 def _order(check_state: CheckState) -> tuple[bool, bool, str, str]:

@@ -11,7 +11,6 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Final, TypeVar
 
 import msgspec
@@ -19,7 +18,7 @@ import msgspec
 from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
-from supervisor.node_health.contract import Moment, ProbeContext, recall
+from supervisor.node_health.contract import Moment, ProbeContext, fits, recall
 from supervisor.node_health.pci import ADDRESS
 
 # --- what links have in common
@@ -149,7 +148,7 @@ def default_routes(place: ProbeContext) -> set[str]:
 
 
 def left_out(place: ProbeContext, *names: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names for pattern in place.site.interfaces_left_out)
+    return fits(names, place.site.interfaces_left_out)
 
 
 def bus_address(place: ProbeContext, device: str) -> str:

@@ -11,7 +11,6 @@ both with all ones.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Final, Literal
@@ -20,6 +19,7 @@ import msgspec
 
 from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.taxonomy import FailureClass
+from supervisor.files import head_of
 from supervisor.node_health.contract import Baseline, Moment, ProbeContext, Rates, recall
 
 Kind = Literal["gpu", "nvswitch", "nic", "nvme", "bridge"]
@@ -89,20 +89,6 @@ def read_device(place: ProbeContext, address: str) -> PciDevice | None:
     return PciDevice(address, kind, model, tuple(above), display=pci_class.strip().lower().startswith("0x0300"))
 
 
-def read_bytes(place: ProbeContext, relative: str, limit: int) -> bytes:
-    """Empty when it cannot be read. An ordinary user gets the first 64 bytes of a `config`."""
-    try:
-        descriptor = os.open(os.path.join(place.root, relative), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError):
-        return b""
-    try:
-        return os.read(descriptor, limit)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
-
-
 def asleep(place: ProbeContext, address: str) -> bool:
     """A device that was put to sleep is not asked: that would wake it, or it could not answer."""
     return (place.text(f"{DEVICES}/{address}/power/runtime_status", 32) or "").strip() == "suspended"
@@ -110,8 +96,7 @@ def asleep(place: ProbeContext, address: str) -> bool:
 
 def is_gone(place: ProbeContext, address: str) -> bool:
     """Whether the device answers a read of its configuration space with all ones: it is not on the bus any more."""
-    head = read_bytes(place, f"{DEVICES}/{address}/config", 4)
-    return head == b"\xff\xff\xff\xff"
+    return head_of(str(place.path(f"{DEVICES}/{address}/config")), 4) == b"\xff\xff\xff\xff"
 
 
 def seem_gone(place: ProbeContext, devices: Iterable[PciDevice]) -> set[str]:

@@ -14,6 +14,7 @@ from typing import Final
 from diagnosis.health import Check, CheckResult, Level, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from diagnosis.taxonomy import FailureClass
+from supervisor.files import head_of
 from supervisor.node_health.contract import Moment, ProbeContext, recall
 
 _STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
@@ -97,7 +98,7 @@ class ProcessReader:
         base = f"{place.path('proc')}/"
         stuck: list[Task] = []
         for pid in pids - self._resting:
-            data = _read(f"{base}{pid}/stat")
+            data = head_of(f"{base}{pid}/stat")
             end = data.rfind(b")")
             fields = data[end + 2 :].split(None, 20)
             if len(fields) < 21 or not all(fields[index].isdigit() for index in _NUMBERS):
@@ -126,20 +127,6 @@ def _listed(folder: str | os.PathLike[str]) -> list[str]:
         return []
 
 
-def _read(path: str) -> bytes:
-    """Up to 1 KiB; empty when it is gone or not ours to read. Cheaper than `ProbeContext.text`: it is called often."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    try:
-        return os.read(descriptor, 1024)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)
-
-
 _BY_RIGHT: Final = re.compile(r"refrigerator|vfork_done|^(?:_?do_fork|kernel_clone)$")
 """Frozen (a paused container, a suspended job; since Linux 6.1 see `frozen`), or a parent that waits for its vfork."""
 
@@ -149,13 +136,13 @@ def _stuck(base: str, pid: int, state: bytes, name: bytes, fields: list[bytes]) 
     folder = f"{base}{pid}"
     if state == b"Z":
         threads = (f"{folder}/task/{thread}" for thread in _listed(f"{folder}/task")[:THREADS])
-        folder = next((thread for thread in threads if _state(_read(f"{thread}/stat")) == b"D"), "")
+        folder = next((thread for thread in threads if _state(head_of(f"{thread}/stat")) == b"D"), "")
         if not folder:
             return None
-    wchan = clean_text(_read(f"{folder}/wchan").decode(errors="replace").strip(), 64)
+    wchan = clean_text(head_of(f"{folder}/wchan").decode(errors="replace").strip(), 64)
     if _BY_RIGHT.search(wchan):
         return None
-    schedule = _read(f"{folder}/schedstat").split()
+    schedule = head_of(f"{folder}/schedstat").split()
     ran = schedule[2:3] if len(schedule) == 3 else []
     return Task(
         pid=pid,

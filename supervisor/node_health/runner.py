@@ -26,7 +26,7 @@ import msgspec
 from diagnosis.health import CheckResult
 from diagnosis.signals import Frozen, clean_text
 from supervisor.blocking import timeout
-from supervisor.node_health.contract import JobInfo
+from supervisor.node_health.contract import JobInfo, keep_file
 from supervisor.node_health.protocol import (
     PollReport,
     Problem,
@@ -38,7 +38,7 @@ from supervisor.node_health.protocol import (
 )
 from supervisor.node_health.state import unkillable
 from supervisor.node_health.worker import waiting_in
-from supervisor.paths import daemon_argv, daemon_env, write_atomically
+from supervisor.paths import daemon_argv, daemon_env
 
 UNKILLABLE_KEPT: Final = 3
 """Beside so many processes that cannot be killed no new one is started."""
@@ -154,14 +154,8 @@ def _read(path: Path | None) -> list[Unkillable]:
 
 
 def _write(path: Path | None, processes: list[Unkillable]) -> None:
-    """A full disk is no reason to fail."""
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_atomically(path, msgspec.json.encode(processes))
-    except OSError:
-        pass
+    if path is not None:
+        keep_file(path, processes)
 
 
 # ----- one process -----

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +26,7 @@ import msgspec
 
 from diagnosis.health import Check, CheckResult, unknown
 from diagnosis.signals import Signal, clean_text
+from supervisor.files import head_of
 from supervisor.node_health import contract
 from supervisor.node_health.contract import (
     Brisk,
@@ -36,6 +36,7 @@ from supervisor.node_health.contract import (
     Probe,
     ProbeContext,
     Talkative,
+    is_asked_for,
     raised,
 )
 from supervisor.node_health.protocol import (
@@ -54,20 +55,7 @@ from supervisor.node_health.protocol import (
 
 def waiting_in(task: str) -> tuple[str, str]:
     """State letter and wait channel of a thread, from its folder in /proc (these two never block); `?` and empty."""
-    found = []
-    for name in ("stat", "wchan"):
-        try:
-            descriptor = os.open(f"{task}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            found.append("")
-            continue
-        try:
-            found.append(os.read(descriptor, 512).decode(errors="replace"))
-        except OSError:
-            found.append("")
-        finally:
-            os.close(descriptor)
-    stat, wchan = found
+    stat, wchan = (head_of(f"{task}/{name}").decode(errors="replace") for name in ("stat", "wchan"))
     fields = stat[stat.rfind(")") + 1 :].split()
     return (fields[0] if fields else "?"), ("" if wchan.strip() == "0" else clean_text(wchan.strip(), 64))
 
@@ -350,20 +338,6 @@ def _thread(name: str, target: object, *arguments: object) -> None:
     threading.Thread(target=target, args=arguments, name=name, daemon=True).start()  # type: ignore[arg-type]
 
 
-def wanted(check: Check, probe: str, setup: Setup) -> bool:
-    """Whether a check is looked at under this setup."""
-    if check.when == "preflight" and not setup.preflight:
-        return False
-    names = (check.id, probe)
-    if setup.only and not _matches(names, setup.only):
-        return False
-    return not _matches(names, (*setup.skip, *setup.site.skip))
-
-
-def _matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-
 class ProbeWorker:
     """Runs the probes of one group until its parent closes standard input."""
 
@@ -381,7 +355,15 @@ class ProbeWorker:
             once=setup.once,
         )
         probes, problems = contract.load(group, for_agent=not setup.once)
-        chosen = {p.name: tuple(check for check in p.checks if wanted(check, p.name, setup)) for p in probes}
+        skip = (*setup.skip, *setup.site.skip)
+        chosen = {
+            probe.name: tuple(
+                check
+                for check in probe.checks
+                if is_asked_for(check, probe.name, setup.only, skip, preflight=setup.preflight)
+            )
+            for probe in probes
+        }
         schedule = Schedule()
         self._threads = [
             ProbeThread(p, chosen[p.name], self._place, writer, setup.until, schedule) for p in probes if chosen[p.name]
