@@ -88,7 +88,7 @@ def statement_of_traceback(traceback: Traceback, evidence: Evidence) -> Statemen
     return Statement(
         role="cascade" if reading.is_cascade else _role(reading.failure_class),
         failure_class=reading.failure_class,
-        confidence=reading.confidence * (current().factor.caught_traceback if traceback.is_passing else 1.0),
+        confidence=reading.confidence * (current().factor["caught_traceback"] if traceback.is_passing else 1.0),
         summary=_raised(traceback),
         evidence=msgspec.structs.replace(evidence, text=clean_text(_exception_line(traceback))),
         last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
@@ -152,7 +152,7 @@ def statement_of_match(match: RuleMatch, evidence: Evidence) -> Statement | None
     return Statement(
         role=match.role,
         failure_class=match.failure_class,
-        confidence=current().confidence.ran_out_and_caught if caught else match.confidence,
+        confidence=current().confidence["ran_out_and_caught"] if caught else match.confidence,
         summary=f"{'wrote' if match.scope == 'rank' else 'says'}: {_words(match.text)}",
         evidence=msgspec.structs.replace(evidence, text=match.text),
         last_line=match.last_line or match.line,
@@ -190,7 +190,7 @@ def statement_of_crash(lines: Sequence[str], evidence: Evidence, first_line: int
     return Statement(
         role="cause" if is_librarys else "symptom",
         failure_class=FailureClass.FRAMEWORK_BUG if is_librarys else FailureClass.WORKER_CRASH,
-        confidence=confidences.crash_in_a_library if is_librarys else confidences.crash_in_user_code,
+        confidence=confidences["crash_in_a_library"] if is_librarys else confidences["crash_in_user_code"],
         summary=f"crashed in {where}",
         evidence=msgspec.structs.replace(evidence, text=clean_text(place[0].strip()), line=first_line + start),
         last_line=first_line + start,
@@ -275,7 +275,7 @@ def weigh(statements: Iterable[Statement]) -> list[tuple[Statement, float]]:
     if not ordered:
         return []
     found: list[tuple[Statement, float]] = []
-    factors = current().factors
+    factors = current().factor
     seen = _Earlier(
         one=ordered[0],
         cancelled=False,
@@ -316,7 +316,7 @@ def _in_order(said: Iterable[Statement]) -> list[Statement]:
 
 def weight(statement: Statement, confidence: float) -> float:
     """How much a statement says: a cause says more than its consequences."""
-    return confidence * current().roles[statement.role]
+    return confidence * current().role[statement.role]
 
 
 def symptoms(said: Iterable[Statement]) -> tuple[FailureClass, ...]:
@@ -547,7 +547,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
         summary = f"{summary} and {exits.describe(record)}"
     elif not best.is_traceback:
         in_full = own_end or best.rule in _SIGNAL_RULES
-        confidence *= factors.written_line if in_full else factors.before_a_signal
+        confidence *= factors["written_line"] if in_full else factors["before_a_signal"]
         if not own_end and (best.role == "cascade" or confidence < account.confidence):
             return account
         summary = f"{exits.describe(record)} after it wrote: {summary.partition(': ')[2]}"

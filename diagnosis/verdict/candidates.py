@@ -67,7 +67,7 @@ def from_accounts(accounts: Sequence[Account], world_size: int, *, lost_elsewher
     for one in first:
         if one is not origin and one not in same and len(candidates) < 6:
             together = abs(one.when - origin.when) <= TOGETHER_S
-            factor = factors.failed_together if together else factors.failed_later
+            factor = factors["failed_together"] if together else factors["failed_later"]
             candidates.append(_candidate(one, 0, (), factor))
     return candidates
 
@@ -87,13 +87,13 @@ def _first_fault(first: list[Account]) -> tuple[Account, float]:
     broken = [one for one in causes if TAXONOMY[one.failure_class].domain == "accelerator"]
     causes = broken or causes
     origin = max((one for one in causes if one.when == causes[0].when), key=lambda one: one.confidence)
-    return origin, 1.0 if broken or origin.when <= first[0].when else current().factor.failed_together
+    return origin, 1.0 if broken or origin.when <= first[0].when else current().factor["failed_together"]
 
 
 def _perhaps_memory(account: Account) -> Candidate:
     return Candidate(
         failure_class=FailureClass.HOST_OOM,
-        confidence=current().confidence.sigkill_perhaps_memory,
+        confidence=current().confidence["sigkill_perhaps_memory"],
         why=f"{account.who} was killed by SIGKILL: most often for the host's memory, but no kernel log tells",
         culprits=account.culprits,
         evidence=account.exit_evidence,
@@ -119,7 +119,7 @@ def _quit_candidate(account: Account, failed: list[Account]) -> Candidate:
     others = f"{len(failed)} other rank{'s' * (len(failed) > 1)}"
     return Candidate(
         failure_class=FailureClass.WORKER_CRASH,
-        confidence=current().confidence.ended_with_code_0,
+        confidence=current().confidence["ended_with_code_0"],
         why=f"{account.who} ended with code 0 while the others still trained; {others} failed because of it",
         culprits=account.culprits,
         evidence=(*account.exit_evidence, *(line for one in failed[:3] for line in one.evidence[:1])),
@@ -144,9 +144,9 @@ def _only_cascades(failed: list[Account], lost_elsewhere: bool) -> list[Candidat
         Candidate(
             failure_class=origin.failure_class,
             confidence=(
-                confidences.only_consequences_with_a_lost_node
+                confidences["only_consequences_with_a_lost_node"]
                 if lost_elsewhere
-                else min(confidences.only_consequences, origin.confidence)
+                else min(confidences["only_consequences"], origin.confidence)
             ),
             why=why,
             culprits=(Culprit(node=gone),) if gone else () if len(failed) > 1 else origin.culprits,
@@ -181,7 +181,7 @@ def _of_the_wire(origin: Account, first: list[Account]) -> Candidate | None:
 def _all_terminated(accounts: list[Account]) -> Candidate:
     return Candidate(
         failure_class=FailureClass.PREEMPTED_OR_CANCELLED,
-        confidence=current().confidence.all_terminated,
+        confidence=current().confidence["all_terminated"],
         why=f"all {len(accounts)} ranks got SIGTERM from outside",
         evidence=tuple(line for one in accounts[:3] for line in one.exit_evidence),
     )
@@ -417,7 +417,7 @@ def from_nodes(incident: Incident) -> list[Candidate]:
         candidates.append(
             Candidate(
                 failure_class=FailureClass.NODE_FAILURE,
-                confidence=confidences.node_lost,
+                confidence=confidences["node_lost"],
                 why=f"node {names} fell silent and its ranks made no progress",
                 culprits=tuple(
                     Culprit(node=node, rank=ranks[node][0] if len(ranks[node]) == 1 else None)
@@ -431,7 +431,7 @@ def from_nodes(incident: Incident) -> list[Candidate]:
     if incident.trigger == "setup":
         why = "the preparations of an attempt (moving or restoring a checkpoint) failed"
         candidates.append(
-            Candidate(failure_class=FailureClass.STORAGE_ERROR, confidence=confidences.setup_failed, why=why)
+            Candidate(failure_class=FailureClass.STORAGE_ERROR, confidence=confidences["setup_failed"], why=why)
         )
     if incident.trigger == "launcher" or (incident.launcher_exits and incident.trigger != "setup"):
         usage = incident.launcher_code == USAGE_ERROR and not incident.ranks_started
@@ -441,7 +441,7 @@ def from_nodes(incident: Incident) -> list[Candidate]:
             candidates.append(
                 Candidate(
                     failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR if usage else FailureClass.WORKER_CRASH,
-                    confidence=confidences.launcher_first if first else confidences.launcher_later,
+                    confidence=confidences["launcher_first"] if first else confidences["launcher_later"],
                     why=f"{how or 'the launcher ended'} on {node} {when}",
                     culprits=(Culprit(node=node),),
                     evidence=(Evidence(text=how or "the launcher ended", source="agent", node=node),),
@@ -457,8 +457,8 @@ def from_hang(incident: Incident) -> list[Candidate]:
     report = incident.hang
     if report is None:
         return []
-    failure_class, confidence = current().hangs[report.kind]
-    confidence = confidence if report.proven else current().confidence.unproven_hang
+    failure_class, confidence = current().hang[report.kind]
+    confidence = confidence if report.proven else current().confidence["unproven_hang"]
     ranks, why = report.ranks, report.why
     stacks = [stack for one in incident.evidence for stack in one.stacks]
     flights = [one for part in incident.evidence for one in part.flights]
@@ -525,7 +525,7 @@ def from_flight(
         if origin is None:
             return []
         ranks, doing, why = origin
-        found = Candidate(failure_class=FailureClass.SILENT_HANG, confidence=weights.confidence.by_stacks, why=why)
+        found = Candidate(failure_class=FailureClass.SILENT_HANG, confidence=weights.confidence["by_stacks"], why=why)
     else:
         ranks, why = report.culprit_ranks, report.why
         found = Candidate(
@@ -536,22 +536,22 @@ def from_flight(
         if origin is not None and set(origin[0]) & set(ranks):
             doing = origin[1]
     if any(_explains(account, ranks) for account in accounts):
-        found = msgspec.structs.replace(found, confidence=found.confidence * weights.factor.explained_wait)
+        found = msgspec.structs.replace(found, confidence=found.confidence * weights.factor["explained_wait"])
     found = msgspec.structs.replace(
         found,
         culprits=tuple(Culprit(node=nodes.get(rank, ""), rank=rank) for rank in ranks[:16]),
         evidence=(*(report.evidence if report is not None else ()), *stuck.explain(stacks, report, nodes)),
     )
     if report is not None and report.kind == "dead_rank":
-        return [msgspec.structs.replace(found, instead=weights.instead.no_dump)]
+        return [msgspec.structs.replace(found, instead=weights.instead["no_dump"])]
     if found.failure_class is not FailureClass.SILENT_HANG or doing not in ("data", "checkpoint"):
         return [found]
     if report is not None:
         found = msgspec.structs.replace(found, why=f"{why}: by its stack it is {stuck.DOING[doing]}")
     if doing == "data":
         # An input stall slows a run that goes on. Here the others wait for one rank without end: a hang.
-        return [msgspec.structs.replace(found, instead=weights.instead.in_its_loader)]
-    confidence = found.confidence * weights.factor.wait_in_a_checkpoint
+        return [msgspec.structs.replace(found, instead=weights.instead["in_its_loader"])]
+    confidence = found.confidence * weights.factor["wait_in_a_checkpoint"]
     held = msgspec.structs.replace(found, failure_class=FailureClass.STORAGE_ERROR, confidence=confidence)
     return [held, found]
 
@@ -563,7 +563,7 @@ def from_stack(stacks: Sequence[RankStack]) -> list[Candidate]:
     if failure_class is None:
         return []
     why = f"{stuck.names({one.rank for one in stacks})}, asked for the stack: {stuck.DOING[doing.pop()]}"
-    confidence = current().confidence.one_moment
+    confidence = current().confidence["one_moment"]
     return [Candidate(failure_class=failure_class, confidence=confidence, why=why, evidence=stuck.explain(stacks))]
 
 
@@ -583,10 +583,10 @@ def class_of(one: Slowdown | Anomaly) -> FailureClass:
 def from_curves(slow: Sequence[Slowdown], anomalies: Sequence[Anomaly], accounts: Sequence[Account]) -> list[Candidate]:
     """Readings of slowdowns and of anomalies in numbers."""
     factors = current().factor
-    factor = factors.beside_a_failure if accounts else 1.0
+    factor = factors["beside_a_failure"] if accounts else 1.0
     # An error message about the loss says more than the loss itself.
     named = any(one.failure_class is FailureClass.LOSS_SPIKE_OR_NAN for one in accounts)
-    of_numbers = factors.numbers_already_named if named else 1.0
+    of_numbers = factors["numbers_already_named"] if named else 1.0
     found = [
         Candidate(
             failure_class=class_of(one),
@@ -642,7 +642,7 @@ def _of_words_before(evidence: LogEvidence, end: Candidate) -> list[Candidate]:
             found.append(
                 Candidate(
                     failure_class=words.failure_class,
-                    confidence=current().confidence.exception_before_the_end,
+                    confidence=current().confidence["exception_before_the_end"],
                     why=f"before the end somebody wrote: {words.text[:180]}",
                     culprits=end.culprits,
                     evidence=(line, *end.evidence[:1]),
@@ -660,7 +660,7 @@ def _of_calls(evidence: LogEvidence) -> list[Candidate]:
     log, index, _ = tails[found.line]
     number = log.lines - len(log.tail) + 1 + index
     line = Evidence(text=found.text[:300], source=log.source, line=number, node=log.node, rank=log.rank)
-    sure = current().confidence.calls_differ
+    sure = current().confidence["calls_differ"]
     return [Candidate(failure_class=FailureClass.COLLECTIVE_MISMATCH, confidence=sure, why=found.why, evidence=(line,))]
 
 

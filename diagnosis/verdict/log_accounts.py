@@ -226,7 +226,7 @@ def _judged(event: KernelEvent, finding: Finding, log: LogSummary, newest_s: flo
     effects = {row.effect for row in rows}
     holds = 1.0
     for row in rows:
-        holds *= current().factors[row.name] if row.effect == "factor" else 1.0
+        holds *= current().factor[row.name] if row.effect == "factor" else 1.0
     severity = "warning" if "warning" in effects else finding.severity
     finding = msgspec.structs.replace(finding, confidence=finding.confidence * holds, severity=severity)
     return LogFinding(finding, "survived" in effects, "doubtful" in effects)
@@ -562,7 +562,7 @@ def log_statements(log: LogSummary) -> list[Statement]:
     for match in log.matches:
         effects = {row.effect for row in in_use(LINES, _OfLine(match, log))}
         if "error" in effects:
-            sure = current().confidence.numbers_skipped_to_the_end
+            sure = current().confidence["numbers_skipped_to_the_end"]
             match = msgspec.structs.replace(match, severity="error", confidence=sure)
         statement = statement_of_match(match, place_of(match, log))
         if statement is not None and "left_out" not in effects:
@@ -705,7 +705,7 @@ def _findings(logs: Sequence[LogSummary], failed: bool) -> tuple[list[Finding], 
     if not failed and all(one.severity == "warning" for one in here):
         here = [as_cause(one) or one for one in here]
     if failed or any(one.severity != "warning" for one in here):
-        holds = current().factor.survived_finding
+        holds = current().factor["survived_finding"]
         here += [msgspec.structs.replace(one, confidence=one.confidence * holds) for one in survived]
         survived = []
     return here, survived
@@ -721,7 +721,7 @@ def _hints(
     logs: Sequence[LogSummary], survived: Sequence[Statement], findings: Sequence[Finding]
 ) -> dict[FailureClass, float]:
     """The classes of everything in the logs that is not read as a failure, with their weights."""
-    holds = current().factor.survived_statement
+    holds = current().factor["survived_statement"]
     said: list[RuleMatch | Statement | Finding] = [match for log in logs for match in log.matches]
     said += [*survived, *(one for one in findings if one.severity == "warning")]
     found: dict[FailureClass, float] = {}
@@ -732,7 +732,7 @@ def _hints(
 
 def _last_words(logs: Sequence[LogSummary], by_rank: _ByRank) -> _ByRank:
     """Benign statements that end a log without a step and without completed work: they count after all."""
-    most = current().confidence.last_of_a_log
+    most = current().confidence["last_of_a_log"]
     stuck = {log.source: log for log in logs if log.progress_line is None and log.finished_line is None and log.lines}
     found: _ByRank = {}
     for said_by, said in by_rank.items():
@@ -764,7 +764,7 @@ def _of_launcher(log: LogSummary) -> Account | None:
                 node=log.node,
                 said_by="the launcher",
                 failure_class=FailureClass.WORKER_CRASH,
-                confidence=current().confidence.launcher_alone,
+                confidence=current().confidence["launcher_alone"],
                 summary="says that a worker failed, and nothing tells how",
                 evidence=(msgspec.structs.replace(place_of(one, log), text=one.traceback.line[:200]),),
             )
@@ -796,7 +796,7 @@ def _surest(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 def _other(statement: Statement, confidence: float) -> Candidate:
     """A reading of a statement that is not the strongest one of its rank."""
-    holds = current().factor.not_the_most_telling
+    holds = current().factor["not_the_most_telling"]
     return Candidate(
         failure_class=statement.failure_class,
         confidence=holds * weight(statement, confidence),
@@ -807,13 +807,13 @@ def _other(statement: Statement, confidence: float) -> Candidate:
 
 
 def _as_survived(statement: Statement) -> Candidate:
-    return _other(statement, statement.confidence * current().factor.survived_statement)
+    return _other(statement, statement.confidence * current().factor["survived_statement"])
 
 
 def _of_survived_finding(finding: Finding) -> Candidate:
     return Candidate(
         failure_class=finding.failure_class,
-        confidence=finding.confidence * current().factor.survived_statement,
+        confidence=finding.confidence * current().factor["survived_statement"],
         why=finding.evidence.text[:200],
         evidence=(finding.evidence,),
     )
@@ -883,7 +883,7 @@ def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained
         account = msgspec.structs.replace(
             account,
             failure_class=FailureClass.HOST_OOM,
-            confidence=current().confidence.launcher_names_memory,
+            confidence=current().confidence["launcher_names_memory"],
             summary="was killed for its memory",
         )
     follows = by_itself(record) and explained

@@ -36,6 +36,13 @@ from diagnosis.verdict.weights import current
 MAX_APART: Final = 2
 """Ranks that train together are at most this many steps apart, but for what their buffers hold back."""
 MAX_CLUES: Final = 3
+_ENDS: Final = {
+    "finished": ": the work was completed",
+    "goes_on": ", and training goes on",
+    "shows_life": "",
+    "no_sign": ", and nothing of a step or of an end of the work",
+}
+"""How logs end that show no failure; each has its confidence in `weights.toml`."""
 ADJUSTMENTS: Final = (*accounts.ROWS, *log_accounts.ROWS, *candidates.ROWS)
 """All rows that adjust a verdict; `weights.toml` has their factors."""
 
@@ -99,26 +106,32 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
     goes_on = any(log.progress_line is not None for log in read)
     lives = any(shows_life(log.tail) for log in read)
     steps = {log.step for log in read if log.rank is not None and log.step is not None}
-    if not finished and steps and max(steps) - min(steps) > MAX_APART:
-        goes_on, lives, how = False, False, f", but some ranks are at step {min(steps)} and others at {max(steps)}"
-    else:
-        signs = ((finished, ": the work was completed"), (goes_on, ", and training goes on"), (lives, ""))
-        how = next((words for shown, words in signs if shown), ", and nothing of a step or of an end of the work")
-    instead = {} if finished else dict(weights.instead.goes_on if goes_on else weights.instead.no_sign)
+    apart = not finished and bool(steps) and max(steps) - min(steps) > MAX_APART
+    end = (
+        "finished"
+        if finished
+        else "no_sign"
+        if apart
+        else "goes_on"
+        if goes_on
+        else "shows_life"
+        if lives
+        else "no_sign"
+    )
+    how = f", but some ranks are at step {min(steps)} and others at {max(steps)}" if apart else _ENDS[end]
+    instead = {} if finished else dict(weights.instead["goes_on" if end == "goes_on" else "no_sign"])
     curves: list[Slowdown | Anomaly] = [*evidence.slow, *evidence.anomalies]
     for one in curves:
         failure_class = class_of(one)
         instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
-    sure = weights.confidence
-    confidences = ((finished, sure.finished), (goes_on, sure.goes_on), (lives, sure.shows_life), (True, sure.no_sign))
     healthy = Candidate(
         failure_class=FailureClass.NONE,
-        confidence=next(value for shown, value in confidences if shown),
+        confidence=weights.confidence[end],
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
         instead=instead,
     )
     clues = exceptions.clues([line for log in read for line in log.tail])
-    clue = weights.verdict.clue
+    clue = weights.verdict["clue"]
     hints = {
         key: described.hints.get(key, 0.0) + clue * min(clues[key], MAX_CLUES) for key in (*described.hints, *clues)
     }
@@ -156,7 +169,7 @@ def nothing(what: str) -> Candidate:
     """The reading if there is no other."""
     return Candidate(
         failure_class=FailureClass.UNKNOWN,
-        confidence=current().confidence.nothing_known,
+        confidence=current().confidence["nothing_known"],
         why=f"nothing in the evidence says why ({what})",
     )
 
@@ -172,7 +185,7 @@ def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def _weight(candidate: Candidate) -> float:
-    return candidate.confidence + current().bonuses.get(TAXONOMY[candidate.failure_class].kind, -0.5)
+    return candidate.confidence + current().bonus.get(TAXONOMY[candidate.failure_class].kind, -0.5)
 
 
 def calibrated(confidence: float) -> float:
@@ -202,9 +215,9 @@ def verdict(
     # A reading that disagrees with the best one takes from its confidence.
     opposed = (value for key, value in rivals.items() if TAXONOMY[key].kind == "cause" and key not in shown)
     numbers = weights.verdict
-    taken = numbers.opposed * min(max(opposed, default=0.0), numbers.most_opposed)
+    taken = numbers["opposed"] * min(max(opposed, default=0.0), numbers["most_opposed"])
     trust = weights.trust.get(best.failure_class, 1.0)
-    confidence = calibrated(min(best.confidence, numbers.most) * (1.0 - taken)) * trust
+    confidence = calibrated(min(best.confidence, numbers["most"]) * (1.0 - taken)) * trust
     named = [one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class]
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
     culprits = best.culprits if best.is_of_all or not named else _joined(named)
@@ -246,7 +259,7 @@ def _joined(named: Sequence[tuple[Culprit, ...]]) -> tuple[Culprit, ...]:
 def _seen(best: Candidate, seen: Mapping[FailureClass, float]) -> dict[FailureClass, float]:
     """The classes in the evidence, with those that the words of the best line are about."""
     classes = exceptions.about(best.evidence[0].text) if best.evidence and best.instead is None else ()
-    words = {one: current().verdict.by_words / (place + 1) for place, one in enumerate(classes[:MAX_ALTERNATIVES])}
+    words = {one: current().verdict["by_words"] / (place + 1) for place, one in enumerate(classes[:MAX_ALTERNATIVES])}
     return {one: seen.get(one, 0.0) + words.get(one, 0.0) for one in (*seen, *words) if one is not best.failure_class}
 
 
@@ -261,18 +274,18 @@ def _alternatives(
     They share what the verdict leaves of certainty. A part of it stays with what nobody thought of.
     """
     numbers = current().verdict
-    likely = numbers.of_class if rivals or seen else 1.0
+    likely = numbers["of_class"] if rivals or seen else 1.0
     weights = {
         key: rivals.get(key, 0.0) + seen.get(key, 0.0) + likely * instead.get(key, 0.0)
         for key in (*rivals, *seen, *instead)
     }
-    total = sum(weights.values()) + numbers.not_thought_of
+    total = sum(weights.values()) + numbers["not_thought_of"]
     shares = {key: min((1.0 - confidence) * weight / total, confidence) for key, weight in weights.items()}
     found = sorted(shares.items(), key=lambda one: -one[1])[:MAX_ALTERNATIVES]
     return tuple(
         Alternative(failure_class=key, confidence=round(share, 3))
         for key, share in found
-        if share >= numbers.least_alternative
+        if share >= numbers["least_alternative"]
     )
 
 

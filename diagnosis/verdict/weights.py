@@ -27,96 +27,7 @@ Effect = Literal["factor", "left_out", "error", "warning", "counts", "survived",
 not benign. `exit_hang`: it is a symptom of a hang at the end. `doubtful`: it counts only beside a failure."""
 
 
-class _Table(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the file: every key must be there, and no other."""
-
-
-class Factors(_Table, frozen=True, kw_only=True):
-    """`[factor]`"""
-
-    caught_traceback: Unit
-    after_a_cancellation: Unit
-    after_a_cause: Unit
-    before_an_uncaught_exception: Unit
-    beside_a_broken_device: Unit
-    of_an_earlier_run: Unit
-    not_the_most_telling: Unit
-    written_line: Unit
-    before_a_signal: Unit
-    long_ago: Unit
-    among_output: Unit
-    unverified: Unit
-    survived_finding: Unit
-    survived_statement: Unit
-    elsewhere: Unit
-    killed_process_of_ours: Unit
-    killed_process_of_others: Unit
-    kernel_that_does_not_outrank: Unit
-    error_not_fatal: Unit
-    whole_hours_apart: Unit
-    at_another_time: Unit
-    failed_together: Unit
-    failed_later: Unit
-    explained_wait: Unit
-    beside_a_failure: Unit
-    numbers_already_named: Unit
-    wait_in_a_checkpoint: Unit
-
-
-class Confidences(_Table, frozen=True, kw_only=True):
-    """`[confidence]`"""
-
-    ran_out_and_caught: Unit
-    numbers_skipped_to_the_end: Unit
-    last_of_a_log: Unit
-    crash_in_a_library: Unit
-    crash_in_user_code: Unit
-    launcher_alone: Unit
-    launcher_names_memory: Unit
-    sigkill_perhaps_memory: Unit
-    ended_with_code_0: Unit
-    all_terminated: Unit
-    only_consequences: Unit
-    only_consequences_with_a_lost_node: Unit
-    node_lost: Unit
-    setup_failed: Unit
-    launcher_first: Unit
-    launcher_later: Unit
-    unproven_hang: Unit
-    by_stacks: Unit
-    one_moment: Unit
-    exception_before_the_end: Unit
-    calls_differ: Unit
-    finished: Unit
-    goes_on: Unit
-    shows_life: Unit
-    no_sign: Unit
-    nothing_known: Unit
-
-
-class Roles(_Table, frozen=True, kw_only=True):
-    """`[role]`"""
-
-    cause: Unit
-    outcome: Unit
-    symptom: Unit
-    cascade: Unit
-
-
-class Competition(_Table, frozen=True, kw_only=True):
-    """`[verdict]`"""
-
-    most: Unit
-    opposed: Unit
-    most_opposed: Unit
-    clue: Unit
-    not_thought_of: Unit
-    of_class: Unit
-    by_words: Unit
-    least_alternative: Unit
-
-
-class Calibration(_Table, frozen=True, kw_only=True):
+class Calibration(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[calibration]`"""
 
     points: tuple[tuple[Unit, Unit], ...]
@@ -127,68 +38,29 @@ class Calibration(_Table, frozen=True, kw_only=True):
             raise ValueError("calibration.points: weights must rise from 0 to 1, and shares must not fall")
 
 
-class Alternatives(_Table, frozen=True, kw_only=True):
-    """`[instead]`"""
+class Weights(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All numbers of the verdict, as they are in the file."""
 
-    no_sign: Instead
-    goes_on: Instead
-    no_dump: Instead
-    in_its_loader: Instead
-
-
-class HangWeights(_Table, frozen=True, kw_only=True):
-    """`[hang]`: class and confidence, by the kind of a `HangReport`."""
-
-    stopped: tuple[FailureClass, Unit]
-    traced: tuple[FailureClass, Unit]
-    missing: tuple[FailureClass, Unit]
-    mismatch: tuple[FailureClass, Unit]
-    all_waiting: tuple[FailureClass, Unit]
-    silent: tuple[FailureClass, Unit]
-    exit_hang: tuple[FailureClass, Unit]
-    early_exit: tuple[FailureClass, Unit]
-    deadlock: tuple[FailureClass, Unit]
-    dead: tuple[FailureClass, Unit]
-    device: tuple[FailureClass, Unit]
-    teardown: tuple[FailureClass, Unit]
-
-
-class Weights(_Table, frozen=True, kw_only=True, dict=True):
-    """All numbers of the verdict."""
-
-    factor: Factors
-    confidence: Confidences
-    role: Roles
-    bonus: dict[Literal["cause", "outcome", "symptom"], Unit]
-    verdict: Competition
+    factor: dict[str, Unit]
+    confidence: dict[str, Unit]
+    role: dict[str, Unit]
+    """How much a statement says, by its role."""
+    bonus: dict[str, Unit]
+    """What is added to the confidence of a reading, by the kind of its class."""
+    verdict: dict[str, Unit]
     trust: dict[FailureClass, Unit]
     calibration: Calibration
-    hang: HangWeights
-    instead: Alternatives
+    hang: dict[str, tuple[FailureClass, Unit]]
+    """Class and confidence, by the kind of a `HangReport`."""
+    instead: dict[str, Instead]
     by_end: dict[str, Instead]
     confusable: dict[FailureClass, Instead]
     left_out: frozenset[str] = frozenset()
     """Names of rows that are left out (for the bench; a file has none)."""
 
-    @functools.cached_property
-    def factors(self) -> dict[str, float]:
-        """The factors by name."""
-        return msgspec.structs.asdict(self.factor)
 
-    @functools.cached_property
-    def roles(self) -> dict[str, float]:
-        """How much a statement tells, by its role."""
-        return msgspec.structs.asdict(self.role)
-
-    @functools.cached_property
-    def bonuses(self) -> dict[str, float]:
-        """What is added to the confidence of a reading, by the kind of its class."""
-        return dict(self.bonus.items())
-
-    @functools.cached_property
-    def hangs(self) -> dict[str, tuple[FailureClass, float]]:
-        """Class and confidence by the kind of a hang."""
-        return msgspec.structs.asdict(self.hang)
+_FIXED: Final = ("factor", "confidence", "role", "bonus", "verdict", "hang", "instead")
+"""Tables whose keys the code names: another file must have the same ones."""
 
 
 class Row(NamedTuple, Generic[_Context]):
@@ -203,17 +75,24 @@ class Row(NamedTuple, Generic[_Context]):
 
 def parse(text: str) -> Weights:
     """The weights of a file's text. Raises `ValueError`, which names table and key."""
-    weights = msgspec.convert(tables.parse(text), Weights, strict=True)
-    missing = {"0", "1"} - set(weights.by_end)
-    if missing:
+    weights = _converted(text)
+    for table in _FIXED:
+        wanted, found = (getattr(one, table).keys() for one in (packaged(), weights))
+        if wanted != found:
+            raise ValueError(f"{table}: `{min(wanted ^ found)}` is {'missing' if wanted - found else 'not known'}")
+    if missing := {"0", "1"} - weights.by_end.keys():
         raise ValueError(f"by_end: `{missing.pop()}` is missing")
     return weights
+
+
+def _converted(text: str) -> Weights:
+    return msgspec.convert(tables.parse(text), Weights, strict=True)
 
 
 @functools.cache
 def packaged() -> Weights:
     """`weights.toml`"""
-    return parse(tables.folder("diagnosis.verdict").joinpath("weights.toml").read_text(encoding="utf-8"))
+    return _converted(tables.folder("diagnosis.verdict").joinpath("weights.toml").read_text(encoding="utf-8"))
 
 
 _in_use: Final[list[Weights]] = []
@@ -231,8 +110,8 @@ def use(weights: Weights | None) -> None:
 
 def without(weights: Weights, name: str) -> Weights:
     """The weights without one factor, or one row."""
-    if name in weights.factors:
-        weights = msgspec.structs.replace(weights, factor=msgspec.structs.replace(weights.factor, **{name: 1.0}))
+    if name in weights.factor:
+        weights = msgspec.structs.replace(weights, factor={**weights.factor, name: 1.0})
     return msgspec.structs.replace(weights, left_out=weights.left_out | {name})
 
 
@@ -244,4 +123,4 @@ def in_use(rows: Iterable[Row[_Context]], context: _Context) -> Iterator[Row[_Co
 
 def first_factor(rows: Iterable[Row[_Context]], context: _Context) -> float:
     """The factor of the first row that applies; 1 where none does."""
-    return next((current().factors[row.name] for row in in_use(rows, context)), 1.0)
+    return next((current().factor[row.name] for row in in_use(rows, context)), 1.0)

@@ -219,7 +219,7 @@ def use_weights(file: Path | None, without: Iterable[str]) -> None:
 
 def adjustments() -> list[str]:
     """The names of all factors and rows."""
-    return list(dict.fromkeys([*weights.packaged().factors, *(row.name for row in triage.ADJUSTMENTS)]))
+    return list(dict.fromkeys([*weights.packaged().factor, *(row.name for row in triage.ADJUSTMENTS)]))
 
 
 class Removed(Frozen, frozen=True, kw_only=True):
