@@ -210,27 +210,33 @@ OWN: Final = re.compile(r"xid\s?\(|detected nvswitch|kill(?:ed)? process|oom-kil
 OWN_LITERALS: Final = ("xid", "nvswitch", "kill process", "killed process", "oom-kill:", "oom_reaper")
 
 
+_file: Final = functools.partial(load, "diagnosis.kernel", "kernel.toml")
+
+
 @functools.cache
 def default() -> KernelRules:
     """The table that comes with the package."""
-    return KernelRules(msgspec.convert(load("diagnosis.kernel", "kernel.toml")["rule"], list[KernelRule]))
+    return KernelRules(msgspec.convert(_file()["rule"], list[KernelRule]))
 
 
-_KILLED: Final = re.compile(
-    r"(?P<why>out of memory[^:\n]{0,40}:\s*)?\bKilled process (?P<pid>\d{1,10})(?:, UID \d+)?,?"
-    r" \((?P<process>.{1,64}?)\)(?=[\s,.:]|$)",
-    re.IGNORECASE | re.ASCII,
-)
-_WILL_KILL: Final = re.compile(
-    r"out of memory[^:\n]{0,40}:\s*Kill process (?P<pid>\d{1,10}) \((?P<process>.{1,64}?)\)(?=[\s,.:]|$)",
-    re.IGNORECASE | re.ASCII,
-)
-_SUMMARY: Final = re.compile(
-    r"oom-kill:constraint=(?P<constraint>\w{1,40}).{0,1500}?\btask=(?P<process>.{0,64}?),pid=(?P<pid>\d{1,10})",
-    re.IGNORECASE | re.ASCII,
-)
-_CGROUP: Final = re.compile(r"oom_memcg=(?P<cgroup>[^,]{1,300})")
-_REAPED: Final = re.compile(r"oom_reaper: reaped process (?P<pid>\d{1,10}) \((?P<process>.{1,64}?)\)(?=[\s,.:]|$)")
+class OomLine(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the lines that tell of an OOM kill, as written in `kernel.toml`."""
+
+    id: Literal["killed", "summary", "announced", "reaped"]
+    literal: str
+    """It is (in lower case) in every line that matches."""
+    regex: str
+    samples: tuple[str, ...]
+    """Lines that must match."""
+    others: tuple[str, ...]
+    """Lines that must not."""
+
+
+@functools.cache
+def oom_lines() -> tuple[tuple[OomLine, re.Pattern[str]], ...]:
+    """The lines about OOM kills with their patterns: the first that matches a line counts."""
+    lines = msgspec.convert(_file()["oom"], list[OomLine])
+    return tuple((one, re.compile(one.regex, re.IGNORECASE | re.ASCII)) for one in lines)
 
 
 class OomKills:
@@ -256,26 +262,19 @@ class OomKills:
 
     def read(self, text: str, low: str, base: Callable[[], KernelEvent]) -> list[KernelEvent] | None:
         """Events of a line about an OOM kill (maybe none yet), or None when it is about something else."""
-        match = _KILLED.search(text) if "killed process" in low else None
-        if match is not None:
-            return self._kill(_kill(base(), match), has_reason=match["why"] is not None)
-        match = _SUMMARY.search(text) if "oom-kill:" in low else None
-        if match is not None:
+        for one, pattern in oom_lines():
+            match = pattern.search(text) if one.literal in low else None
+            if match is None:
+                continue
             event = _kill(base(), match)
-            cgroup = _CGROUP.search(text)
-            if cgroup is not None:
-                event = msgspec.structs.replace(event, fields={**event.fields, "cgroup": clean_text(cgroup[1], 300)})
-            return self._announce(event)
-        match = _WILL_KILL.search(text) if "kill process" in low else None
-        if match is not None:
-            return self._announce(_kill(base(), match))
-        match = _REAPED.search(text) if "oom_reaper" in low else None
-        if match is None:
-            return None
-        if int(match["pid"]) in self._killed or (self._pending is not None and self._pending.pid == int(match["pid"])):
-            return []
-        # The line of the kill itself is lost.
-        return self._kill(_kill(base(), match), has_reason=True)
+            if one.id == "killed":
+                return self._kill(event, has_reason=match["why"] is not None)
+            if one.id != "reaped":
+                return self._announce(event)
+            if event.pid in self._killed or (self._pending is not None and self._pending.pid == event.pid):
+                return []
+            return self._kill(event, has_reason=True)  # the line of the kill itself is lost
+        return None
 
     def _announce(self, event: KernelEvent) -> list[KernelEvent]:
         if self._pending is not None and self._pending.pid == event.pid:
@@ -305,6 +304,8 @@ def _kill(event: KernelEvent, match: re.Match[str]) -> KernelEvent:
     scope = "cgroup" if "cgroup" in (groups.get("why") or "") or "cgroup out of memory" in event.text.lower() else ""
     if scope:
         fields["limit"] = scope
+    if groups.get("cgroup"):
+        fields["cgroup"] = clean_text(groups["cgroup"], 300)
     pid = int(match["pid"])
     return msgspec.structs.replace(event, code=pid, pid=pid, fields=fields)
 

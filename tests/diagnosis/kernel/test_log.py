@@ -27,6 +27,12 @@ def short(text):
     return [(event.kind, event.code, event.device or None, event.line) for event in read(text)]
 
 
+@pytest.mark.parametrize(("line", "pattern"), kernel_rules.oom_lines(), ids=lambda one: getattr(one, "id", ""))
+def test_lines_about_oom_kills(line, pattern):
+    assert [sample for sample in line.samples if not pattern.search(sample) or line.literal not in sample.lower()] == []
+    assert [other for other in line.others if pattern.search(other)] == []
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_samples(rule):
     assert rule.samples
