@@ -238,7 +238,6 @@ AFTER_S: Final = 300.0
 ZONE_S: Final = 3600.0
 MAX_ZONE_S: Final = 14 * 3600.0
 
-_OBSERVERS: Final = frozenset({"kernel", "gpu", "host", "network", "storage", "scheduler", "agent"})
 _ASKED: Final[dict[str, RemedyAction]] = {
     "restart": "restart",
     "cordon_gpu_and_restart": "cordon_gpu_and_restart",
@@ -262,7 +261,8 @@ def from_findings(described: Accounts) -> list[Candidate]:
         where = f" on {finding.node}" if finding.node else ""
         gpu = f" (GPU {finding.gpu})" if finding.gpu else ""
         source = finding.evidence.source.rsplit("/", 1)[-1] or "a check"
-        of_a_rank = finding.rank is not None and source not in _OBSERVERS  # they name ranks by their processes
+        # Only an output and a log speak for a rank. Checks, plug-ins' too, and the kernel name it by its process.
+        of_a_rank = finding.rank is not None and (source == "output" or finding.evidence.line is not None)
         who = f"rank {finding.rank}'s output" if of_a_rank else source
         candidates.append(
             Candidate(

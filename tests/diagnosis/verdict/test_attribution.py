@@ -69,8 +69,16 @@ def test_a_node_that_nobody_knows_may_be_any():
     assert unknown.confidence > read(finding(node="n1.cluster"), killed(1), well=frozenset({"n1"})).confidence
 
 
-@pytest.mark.parametrize(("source", "who"), [("kernel", "kernel on n0"), ("output", "rank 1's output on n0")])
-def test_it_says_who_said_it(source, who):
-    """The kernel names a process, which is a rank: that makes it no word of that rank."""
-    found = msgspec.structs.replace(finding(), rank=1, evidence=Evidence(text="it broke", source=source))
+@pytest.mark.parametrize(
+    ("source", "line", "who"),
+    [
+        ("kernel", None, "kernel on n0"),
+        ("plugin_of_ours", None, "plugin_of_ours on n0"),
+        ("output", None, "rank 1's output on n0"),
+        ("logs/train.log", 12, "rank 1's output on n0"),
+    ],
+)
+def test_it_says_who_said_it(source, line, who):
+    """The kernel or a check names a process, which is a rank: that makes it no word of that rank."""
+    found = msgspec.structs.replace(finding(), rank=1, evidence=Evidence(text="it broke", source=source, line=line))
     assert read(found, killed(1)).why.startswith(f"{who} says: it broke")
