@@ -7,13 +7,6 @@ from typing import Any
 from supervisor import messages as m
 
 
-def test_loud_lines_reach_the_terminal_of_the_first_node_only(running: Any) -> None:
-    driver = running("a", "b")
-    driver.rank_ends(node="b", rank=3)
-    assert [text for _, text in driver.told["a"].notices]
-    assert driver.told["b"].notices == ()
-
-
 def test_a_new_epoch_says_everything_again(running: Any) -> None:
     driver = running("a")
     before = driver.told["a"]

@@ -43,24 +43,6 @@ def test_a_spare_that_comes_first_is_not_taken_for_an_ordinary_node(make_driver:
     assert late.job.attempt.members == ("a", "s")
 
 
-def test_a_job_that_never_gets_its_nodes_fails_with_a_reason(make_driver: Any) -> None:
-    driver = make_driver(nodes_min=2, nodes_max=2)
-    driver.join("a")
-    driver.fire("nodes")
-    assert driver.job.outcome.exit_code == 91
-    assert "1 of 2 nodes" in driver.job.outcome.line
-
-
-def test_running_begins_without_visible_progress_too(make_driver: Any) -> None:
-    driver = make_driver()
-    driver.join("a")
-    driver.tell(m.LauncherReady, node="a", attempt=1, offer=m.StoreOffer(host="a", port=1, local_world_size=1))
-    driver.tell(m.WorkersStarted, node="a", attempt=1, ranks=(0,))
-    assert driver.state == "STARTING"
-    driver.fire("stood")
-    assert driver.state == "RUNNING"
-
-
 def test_a_member_that_is_cordoned_while_the_attempt_is_formed_is_replaced(make_driver: Any) -> None:
     driver = make_driver(nodes_min=2, nodes_max=2)
     driver.join("a", "b")
@@ -68,15 +50,6 @@ def test_a_member_that_is_cordoned_while_the_attempt_is_formed_is_replaced(make_
     driver.tell(m.OperatorCommand, command="cordon", argument="b", by="ann")
     assert driver.job.attempt.members == ("a", "s")
     assert driver.told["b"].role == "excluded"
-
-
-def test_a_job_that_nobody_decides_about_ends_after_a_day(running: Any) -> None:
-    driver = running("a", mode="recommend")
-    driver.rank_ends()
-    assert driver.state == "RECOVERING"
-    assert driver.job.timers["hold"] == driver.now + 24 * 3600.0
-    driver.fire("hold")
-    assert driver.job.outcome.exit_code == 90
 
 
 def test_how_long_a_job_is_held_is_set_and_shown(running: Any) -> None:
@@ -94,47 +67,6 @@ def test_a_limit_of_nothing_holds_for_ever(running: Any) -> None:
     driver.rank_ends()
     assert "hold" not in driver.job.timers
     assert driver.job.view().hold.ends_at is None
-
-
-def test_a_node_that_is_lost_while_a_plan_waits_for_approval_is_replaced_later(make_driver: Any) -> None:
-    driver = make_driver(nodes_min=2, nodes_max=2, mode="recommend")
-    driver.join("a", "b")
-    driver.join("s", spare=True)
-    driver.up()
-    driver.rank_ends()
-    driver.fire("evidence")
-    driver.tell(m.NodeLost, node="b", silent_s=5.0)
-    assert driver.state == "RECOVERING"
-    driver.tell(m.OperatorCommand, command="approve")
-    assert driver.job.attempt.members == ("a", "s")
-
-
-@pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_stop_by_signal(running: Any, signal: str, code: int) -> None:
-    driver = running("a", "b")
-    driver.tell(m.StopRequested, node="a", signal=signal)
-    assert driver.told["b"].stop_signal == signal
-    assert driver.told["b"].outcome is not None
-    assert driver.told["b"].outcome.exit_code == code
-    driver.tell(m.NodeDone, node="a")
-    assert not driver.ended
-    driver.tell(m.NodeLost, node="b", silent_s=15.0)
-    assert driver.ended
-
-
-def test_a_controller_that_starts_after_the_end_ends_too(running: Any) -> None:
-    driver = running("a")
-    driver.tell(m.OperatorCommand, command="stop")
-    driver.tell(m.NodeDone, node="a")
-    driver.tell(m.ControllerStarted, epoch=2)
-    assert driver.ended
-
-
-def test_a_node_that_never_says_that_it_is_done_is_not_waited_for(running: Any) -> None:
-    driver = running("a")
-    driver.tell(m.OperatorCommand, command="stop")
-    driver.fire("end")
-    assert driver.ended
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,6 @@ def test_every_node_is_told_where_one_of_them_writes(saving: Any) -> None:
     assert driver.job.checkpoints.folders == ("/c",), "who only looks has learned nothing of its own"
 
 
-def test_the_next_controller_knows_it(saving: Any) -> None:
-    driver = saving()
-    assert driver.replayed().checkpoints.folders == ("/c",)
-
-
 def test_after_a_requeue_new_nodes_look_there_before_it_is_told_what_is_known(saving: Any) -> None:
     driver = saving(scheduler="slurm", scheduler_job="7")
     driver.tell(m.JobRequeued, requeues=1)
@@ -57,16 +52,6 @@ def test_after_a_requeue_new_nodes_look_there_before_it_is_told_what_is_known(sa
     driver.up()
     told = [line.text for line in driver.job.story if line.text.startswith("attempt 2 starts")]
     assert told == ["attempt 2 starts on 2 nodes (d, e); newest good checkpoint: /c/save40"]
-
-
-def test_what_was_finished_until_the_ranks_had_ended_is_what_is_told(saving: Any) -> None:
-    driver = saving()
-    driver.crash("a", 1)
-    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved(40), saved(20)), folders=("/c",))
-    driver.up(step=41)
-    assert "attempt 2 starts on 2 nodes (a, b); newest good checkpoint: /c/save40" in [
-        line.text for line in driver.job.story
-    ]
 
 
 def test_checkpoints_that_are_gone_are_told_aloud(saving: Any) -> None:

@@ -74,15 +74,6 @@ def test_a_run_that_ends_with_every_loss_nan_says_so_though_it_exits_with_0(runn
     assert "to the end" in last.closed_why
 
 
-def test_a_run_whose_numbers_came_back_ends_as_any(running: Any) -> None:
-    driver = running("a")
-    driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=40, ranks=(0,))
-    driver.tell(m.NumbersSeen, after=20, attempt=1, bad=False, step=55)
-    driver.finish()
-    driver.tell(m.LauncherEnded, node="a", attempt=1, how="with code 0")
-    assert driver.job.outcome.line == "the run is complete"
-
-
 def test_a_warning_of_a_skipped_step_is_no_incident(running: Any) -> None:
     driver = running("a")
     skipped = xid(failure_class=FailureClass.LOSS_SPIKE_OR_NAN, scope="job", severity="warning", attempt=1)
@@ -96,17 +87,6 @@ def test_a_loss_that_comes_and_goes_is_told_so_often_and_no_more(running: Any) -
         driver.tell(m.NumbersSeen, after=20, attempt=1, bad=True, step=40, ranks=(0,))
         driver.tell(m.NumbersSeen, after=20, attempt=1, bad=False, step=41)
     assert driver.job.incidents.log.total == NUMBERS_REPORTED
-
-
-def test_a_crash_closes_it_and_the_next_attempt_may_have_one_of_its_own(running: Any) -> None:
-    driver = running("a")
-    driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=40, ranks=(0,))
-    driver.crash("a", 1)
-    driver.up(step=31)
-    assert [case.closed_at is not None for case in driver.job.incidents.log.records] == [True, True]
-    driver.tell(m.NumbersSeen, after=5, attempt=2, bad=True, step=40, ranks=(0,))
-    assert driver.job.incidents.log.total == 3
-    assert open_ones(driver) == ["signal"]
 
 
 # ----- devices -----
@@ -127,15 +107,6 @@ def test_a_device_that_fails_under_a_living_rank_is_an_incident_and_restarts_not
     assert series(driver, "unbroken_job_open_incidents")
     assert [node.state for node in driver.job.view().nodes if node.node == "a"] == ["SUSPECT"]
     assert driver.job.incidents.log.lost_s(driver.now) == 0.0
-
-
-def test_a_rank_that_dies_of_it_at_once_makes_one_incident(running: Any) -> None:
-    driver = running("a", "b")
-    driver.tell(m.FindingArrived, node="a", finding=xid(at=driver.now), number=0)
-    driver.crash("a", 1)
-    assert driver.job.incidents.log.total == 1
-    assert [one.rule for one in driver.seen[-1].findings] == ["xid"]
-    assert "device" not in driver.job.timers
 
 
 def test_one_that_dies_of_it_later_closes_it(running: Any) -> None:
@@ -182,15 +153,6 @@ def test_what_is_no_failed_device_of_a_rank_stays_a_line_of_the_timeline(running
     assert "device" not in driver.job.timers
 
 
-def test_the_same_device_again_is_no_second_incident(running: Any) -> None:
-    driver = running("a")
-    for number in range(5):
-        driver.tell(m.FindingArrived, after=10, node="a", finding=xid(), number=number)
-        if "device" in driver.job.timers:
-            driver.fire("device")
-    assert driver.job.incidents.log.total == 1
-
-
 def test_an_attempt_that_trains_on_for_long_is_not_degraded_any_more(running: Any) -> None:
     driver = running("a")
     driver.tell(m.FindingArrived, node="a", finding=xid(at=driver.now), number=0)
@@ -200,12 +162,3 @@ def test_an_attempt_that_trains_on_for_long_is_not_degraded_any_more(running: An
     assert driver.now == began + DEVICE_LASTS_S
     assert open_ones(driver) == []
     assert driver.state == "RUNNING"
-
-
-def test_a_new_controller_knows_it(running: Any) -> None:
-    driver = running("a")
-    driver.tell(m.FindingArrived, node="a", finding=xid(at=driver.now), number=0)
-    driver.fire("device")
-    driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=40, ranks=(0,))
-    again = driver.replayed()
-    assert [case.trigger for case in again.incidents.log.open_degradations()] == ["device", "signal"]

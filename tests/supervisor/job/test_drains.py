@@ -36,27 +36,6 @@ def test_a_local_job_and_a_lost_node_order_nothing(slurm: Any, make_driver: Any)
     assert driver.job.attempt.members == ("a", "c")
 
 
-def test_an_order_is_given_again_to_a_new_controller_until_it_is_answered(slurm: Any) -> None:
-    driver = slurm()
-    driver.crash("b", 2)
-    [order] = driver.orders
-    driver.tell(m.ControllerStarted, epoch=2)
-    assert driver.orders == [order]
-    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
-    driver.tell(m.ControllerStarted, epoch=3)
-    assert driver.orders == []
-
-
-def test_a_scheduler_that_does_not_answer_is_asked_again(slurm: Any) -> None:
-    driver = slurm()
-    driver.crash("b", 2)
-    [order] = driver.orders
-    driver.tell(m.SchedulerAnswered, number=order.number, outcome="unavailable", text="slurmctld is down")
-    assert driver.job.timers["orders"] == driver.now + 5.0
-    driver.fire("orders")
-    assert driver.orders == [order]
-
-
 @pytest.mark.parametrize("outcome", ["foreign", "denied", "failed", "unsupported"])
 def test_a_refusal_is_told_once_and_the_cordon_stands(slurm: Any, outcome: str) -> None:
     driver = slurm()
@@ -86,13 +65,6 @@ def test_operators_drain_and_give_back(slurm: Any) -> None:
     assert (back.kind, back.node) == ("undrain", "nodec")
 
 
-def test_a_node_that_was_never_the_jobs_is_not_drained(slurm: Any) -> None:
-    driver = slurm()
-    driver.order("cordon", "login1")
-    assert driver.orders == []
-    assert driver.job.nodes.cordons.of("login1", driver.now) is not None
-
-
 def test_a_drain_that_is_asked_for_twice_and_refused_once_is_still_taken_back(slurm: Any) -> None:
     driver = slurm()
     driver.order("cordon", "c")
@@ -115,29 +87,6 @@ def test_nothing_goes_out_while_paused(slurm: Any) -> None:
     assert driver.orders == []
     driver.order("resume")
     assert {(order.kind, order.node) for order in driver.orders} == {("drain", "nodeb"), ("drain", "nodec")}
-
-
-def test_nothing_is_ordered_without_approval(slurm: Any) -> None:
-    driver = slurm(mode="recommend")
-    driver.crash("b", 2)
-    assert driver.orders == []
-    driver.tell(m.OperatorCommand, command="approve", argument="i-1")
-    assert [order.node for order in driver.orders] == ["nodeb"]
-    observed = slurm(mode="observe")
-    observed.crash("b", 2)
-    assert observed.orders == []
-
-
-def test_the_end_waits_for_an_order_that_is_under_way(slurm: Any) -> None:
-    driver = slurm()
-    driver.crash("b", 2)
-    [order] = driver.orders
-    driver.order("stop")
-    for name in "abc":
-        driver.tell(m.NodeDone, node=name)
-    assert not driver.ended
-    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
-    assert driver.ended
 
 
 def test_a_drain_that_found_no_scheduler_is_tried_until_the_end_and_then_told_of(slurm: Any) -> None:
@@ -167,18 +116,6 @@ def test_a_drain_that_found_no_scheduler_is_tried_until_the_end_and_then_told_of
     assert late.view().cordons[0].scheduler == "not drained: the job ended before slurm did it"
 
 
-def test_a_drain_that_a_pause_held_back_is_told_of_at_the_end(slurm: Any) -> None:
-    driver = slurm()
-    driver.order("pause")
-    driver.order("cordon", "c")
-    driver.order("stop")
-    assert any("slurm has not drained nodec, and the job was paused when it ended" in text for text in driver.loud)
-    for name in "abc":
-        driver.tell(m.NodeDone, node=name)
-    assert driver.orders == []
-    assert driver.ended
-
-
 def requests(driver: Any) -> dict[str, str]:
     """Node -> what its newest assignment asks root's programs for."""
     return {name: sent.drain_request for name, sent in driver.told.items() if sent.drain_request}
@@ -193,17 +130,3 @@ def test_without_the_rights_the_node_is_asked_to_leave_a_request(slurm: Any) -> 
     assert driver.replayed().scheduler.drain_requests == {"b": order.reason}
     driver.order("uncordon", "b")
     assert requests(driver) == {}
-
-
-def test_an_operators_cordon_is_no_verdict_and_a_lost_node_hears_nothing(slurm: Any) -> None:
-    driver = slurm()
-    driver.order("cordon", "c")
-    [order] = driver.orders
-    driver.tell(m.SchedulerAnswered, number=order.number, outcome="denied")
-    assert requests(driver) == {}
-    driver = slurm()
-    driver.crash("b", 2)
-    [order] = driver.orders
-    driver.tell(m.NodeLost, node="b", silent_s=5.0)
-    driver.tell(m.SchedulerAnswered, number=order.number, outcome="denied")
-    assert driver.job.scheduler.drain_requests == {}

@@ -84,31 +84,6 @@ def test_no_restart_is_announced_where_there_will_be_none(running: Any, why: str
     assert "the job restarts" not in told
 
 
-def test_it_is_told_again_and_again_at_growing_distances(running: Any) -> None:
-    driver = running("a")
-    silent(driver)
-    loud = []
-    while driver.now < 1000 + 480:
-        driver.fire("silence")
-        loud.append(round(driver.now - 1000))
-        assert driver.loud
-    assert loud == [30, 60, 120, 240, 480]
-
-
-def test_it_is_acted_on_when_waiting_has_cost_enough(running: Any) -> None:
-    driver = running("a")
-    driver.verdict = HANG
-    silent(driver)
-    wait(driver, AUTOMATIC_LEAST_S - 6)
-    assert driver.number == 1
-    wait(driver, 12)
-    assert driver.number == 2
-    (case,) = driver.job.incidents.log.records
-    assert case.hang is not None
-    assert not case.hang.proven
-    assert case.hang.quiet_s == pytest.approx(AUTOMATIC_LEAST_S)
-
-
 @pytest.mark.parametrize("set_to", [{"patience_off": True}, {"patience_s": 90.0}, {"patience_s": 1.0}])
 def test_what_is_set_holds(running: Any, set_to: dict[str, Any]) -> None:
     driver = running("a", **set_to)
@@ -181,15 +156,6 @@ def test_what_turned_out_honest_is_remembered_over_attempts_and_requeues(running
     assert driver.job.hangs.silence_limit.seconds == pytest.approx(3 * 405.0)
 
 
-def test_a_proof_during_a_silence_is_acted_on_at_once(running: Any) -> None:
-    driver = running("a")
-    silent(driver)
-    driver.tell(m.HangConfirmed, after=20, attempt=1, report=report(25.0, kind="deadlock", proven=True))
-    driver.fire("evidence")
-    assert driver.number == 2
-    assert driver.job.view().silence is None
-
-
 def proven(driver: Any, **more: Any) -> None:
     if driver.state == "STARTING":
         driver.up(40)
@@ -223,19 +189,6 @@ def test_a_proof_that_restarts_did_not_help_is_left_to_a_person(running: Any, ki
     assert driver.number == 4
 
 
-def test_progress_ends_a_proven_hang_that_was_left_to_a_person(running: Any) -> None:
-    driver = running("a", step=40)
-    driver.verdict = HANG
-    for _ in range(3):
-        proven(driver)
-    assert driver.job.view().state == "HUNG"
-    driver.tell(m.HangCleared, attempt=3, quiet_s=64.0)
-    view = driver.job.view()
-    assert (view.state, view.hung) == ("RUNNING", None)
-    assert view.incidents[-1].closed_at is not None
-    assert "again" not in driver.job.timers
-
-
 @pytest.mark.parametrize("other", [{"step": 80}, {"places": ("save /home/ann/train.py:20",)}, {"kind": "all_waiting"}])
 def test_a_proof_at_another_place_or_step_or_of_another_kind_is_another_matter(running: Any, other: Any) -> None:
     driver = running("a", step=40)
@@ -251,14 +204,6 @@ def test_a_mismatch_again_without_progress_ends_the_run(running: Any) -> None:
     for _ in range(2):
         proven(driver, kind="mismatch")
     assert driver.job.outcome.exit_code == 90
-
-
-def test_an_end_that_may_be_honest_is_never_acted_on(running: Any) -> None:
-    driver = running("a")
-    silent(driver, kind="exit_hang")
-    wait(driver, 100_000)
-    assert (driver.state, driver.number) == ("RUNNING", 1)
-    assert driver.job.view().silence.acts_at is None
 
 
 def test_observe_shows_a_hang_as_what_it_is(running: Any) -> None:
@@ -312,16 +257,6 @@ def test_a_hang_that_waits_for_somebodys_word_is_shown_too(running: Any, how: st
     assert driver.state == "RUNNING"
 
 
-def test_a_crash_after_a_hang_that_was_left_alone_is_an_incident_of_its_own(running: Any) -> None:
-    driver = running("a", mode="observe")
-    driver.verdict = HANG
-    driver.tell(m.HangConfirmed, attempt=1, report=report(4.0, kind="deadlock", proven=True))
-    driver.fire("evidence")
-    driver.crash()
-    assert [case.trigger for case in driver.job.incidents.log.records] == ["hang", "exit"]
-    assert driver.job.incidents.hung is None
-
-
 def test_a_hang_that_was_left_alone_and_lasts_is_acted_on(running: Any) -> None:
     driver = running("a")
     driver.verdict = Verdict(
@@ -333,13 +268,3 @@ def test_a_hang_that_was_left_alone_and_lasts_is_acted_on(running: Any) -> None:
     driver.fire("again")
     driver.fire("evidence")
     assert (driver.state, driver.number) == ("STARTING", 2)
-
-
-def test_a_new_controller_suspects_nothing_until_its_own_watch_does(running: Any) -> None:
-    driver = running("a")
-    driver.tell(m.HangSuspected, attempt=1, report=report(3.0, kind="silent"))
-    silent(driver)
-    assert {"stacks", "silence"} <= driver.job.timers.keys()
-    driver.tell(m.ControllerStarted, epoch=2)
-    assert not {"stacks", "silence"} & driver.job.timers.keys()
-    assert driver.job.view().silence is None

@@ -19,24 +19,6 @@ def test_a_silent_spare_is_the_last_choice(running: Any) -> None:
     assert driver.job.attempt.members == ("a", "d"), "of the silent ones the one heard last"
 
 
-def test_a_spare_that_is_heard_again_is_as_good_as_any(running: Any) -> None:
-    driver = running("a", "b")
-    driver.join("c", "d", spare=True)
-    driver.tell(m.NodeQuiet, node="c", silent_s=9.0)
-    driver.tell(m.NodeQuiet, node="c", silent_s=0.0)
-    driver.tell(m.NodeLost, node="b", silent_s=5.0)
-    driver.fire("evidence")
-    assert driver.job.attempt.members == ("a", "c")
-
-
-def test_a_silent_node_is_better_than_none_and_keeps_the_order_of_ranks(make_driver: Any) -> None:
-    driver = make_driver(nodes_min=2, nodes_max=2)
-    driver.join("a")
-    driver.tell(m.NodeQuiet, node="a", silent_s=4.0)
-    driver.join("b")
-    assert driver.job.attempt.members == ("a", "b")
-
-
 def test_a_new_controller_prefers_the_nodes_that_have_come_to_it(running: Any) -> None:
     driver = running("a", "b")
     driver.join("c", "d", spare=True)

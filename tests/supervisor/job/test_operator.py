@@ -58,34 +58,6 @@ def test_a_pause_holds_a_broken_job_until_the_operators_next_word(running: Any, 
     assert (driver.state, driver.number) == ("STARTING", 2)
 
 
-def test_a_pause_takes_the_day_from_what_was_held_before_it(running: Any) -> None:
-    driver = running("a", mode="recommend")
-    driver.crash("a", 1)
-    driver.order("pause")
-    let_pass(driver, DAYS)
-    assert driver.job.outcome is None
-    driver.order("resume")
-    let_pass(driver, DAYS)
-    assert driver.job.outcome is not None, "nobody decided for a day"
-
-
-@pytest.mark.parametrize(
-    ("before", "answer"),
-    [
-        (lambda _: None, "the ranks go on"),
-        (lambda driver: driver.order("restart"), "the attempt that is starting is completed"),
-        (lambda driver: driver.order("cordon", "a") and driver.order("restart"), "no attempt starts"),
-    ],
-)
-def test_the_answer_to_a_pause_says_what_goes_on(running: Any, before: Any, answer: str) -> None:
-    driver = running("a")
-    before(driver)
-    driver.order("pause")
-    assert answer in said(driver)
-    driver.order("pause", by="bob")
-    assert "already paused, since 1970-01-01 00:16:40 UTC by ann" in said(driver)
-
-
 def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsys: Any) -> None:
     driver = running("a")
     assert driver.job.view().pause is None
@@ -98,19 +70,6 @@ def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsy
     assert driver.job.view().pause is None
     driver.order("resume")
     assert said(driver) == "the job is neither paused nor held"
-
-
-def test_what_an_operator_orders_during_a_pause_is_not_kept_back_by_it(running: Any) -> None:
-    driver = running("a", "b")
-    driver.order("pause")
-    driver.tell(m.NodeLost, node="b", silent_s=5.0)
-    driver.order("restart")
-    assert driver.job.waiting == "nodes: 1 of 2 can be used"
-    driver.join("b")
-    assert (driver.state, driver.number, driver.job.paused) == ("STARTING", 2, True)
-    driver.up()
-    driver.crash("a", 1)
-    assert driver.job.waiting == "`unbroken resume`"
 
 
 def test_the_first_attempt_too(make_driver: Any) -> None:
@@ -177,14 +136,6 @@ def test_a_run_whose_ranks_have_ended_well_is_left_to_end(running: Any, command:
     assert driver.job.outcome.state == "succeeded"
 
 
-def test_the_answer_to_a_restart_names_the_attempt_that_comes(running: Any) -> None:
-    driver = running("a", "b")
-    driver.order("restart")
-    assert said(driver).endswith("attempt 2 is being formed on a, b")
-    driver.order("cordon", "c")
-    assert "being formed" not in said(driver)
-
-
 def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> None:
     driver = running("a", "b", scheduler="slurm", scheduler_job="7")
     for gpu in ("0", "3"):
@@ -205,16 +156,6 @@ def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> Non
     assert said(driver) == "b/3 is not cordoned; the node is not cordoned either"
 
 
-def test_a_requeued_job_is_not_called_failed(running: Any) -> None:
-    driver = running("a", scheduler="slurm", scheduler_job="7", max_requeues=1)
-    driver.tell(m.NodeLost, node="a", silent_s=5.0)
-    let_pass(driver, 60.0)
-    (order,) = driver.orders
-    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
-    assert driver.job.outcome.state == "requeued"
-    assert driver.job.view().state == "REQUEUED"
-
-
 def stop_rank(driver: Any, seconds: float = 5.6) -> None:
     """What the watch tells of rank 1 in state T: a wish to continue it, and soon after that it stays stopped."""
     driver.tell(m.RankWakeWanted, attempt=driver.number, ranks=(1,), stopped_s=seconds)
@@ -223,13 +164,6 @@ def stop_rank(driver: Any, seconds: float = 5.6) -> None:
     driver.tell(m.HangConfirmed, after=2.0, attempt=driver.number, report=report)
     if driver.state == "DIAGNOSING":
         driver.fire("evidence")
-
-
-def test_the_terminal_is_told_that_a_stopped_rank_was_continued(running: Any) -> None:
-    driver = running("a")
-    driver.tell(m.RankWakeWanted, attempt=1, ranks=(1,), stopped_s=5.6)
-    loud = [text_of(one) for one in driver.actions if isinstance(one, m.Note) and one.loud]
-    assert loud[-1] == "i-1 closed: continued with SIGCONT, no restart"
 
 
 @pytest.mark.parametrize("mode", ["enforce", "observe"])
@@ -256,16 +190,6 @@ def test_a_stopped_rank_that_was_left_alone_is_continued_before_anything_else(ru
     assert notes(driver) == ["progress again after 2.0 s: it was not a hang"]
     let_pass(driver, 700.0)
     assert (driver.state, driver.job.attempts.restarts) == ("RUNNING", 0)
-
-
-def test_one_that_stays_stopped_is_restarted_all_the_same(running: Any) -> None:
-    driver = running("a")
-    driver.order("pause")
-    stop_rank(driver)
-    driver.order("resume")
-    driver.fire("again")
-    driver.fire("evidence")
-    assert (driver.state, driver.number) == ("STARTING", 2)
 
 
 @pytest.fixture
@@ -310,32 +234,6 @@ def test_what_happened_is_told_once(running: Any, timeline: Any) -> None:
     assert {word: sum(word in row for row in rows) for word in once} == dict.fromkeys(once, 1)
     assert [row for row in rows if "killed by" in row and "rank 1 on a" in row] == ["rank 1 on a was killed by SIGKILL"]
     assert any("from host-a (10.0.0.1)" in row for row in rows)
-
-
-def test_the_end_of_a_pause_leaves_the_day_for_an_approval(running: Any) -> None:
-    driver = running("a", mode="recommend")
-    driver.rank_ends()
-    driver.tell(m.OperatorCommand, command="pause")
-    driver.tell(m.OperatorCommand, command="resume", after=10.0)
-    assert "approve" in driver.job.waiting
-    assert driver.job.timers["hold"] == driver.now + driver.job.spec.hold_limit_s
-
-
-def test_mode_enforce_ordered_during_a_pause_holds_after_it(running: Any) -> None:
-    driver = running("a", mode="recommend")
-    driver.rank_ends()
-    driver.tell(m.OperatorCommand, command="pause")
-    driver.tell(m.OperatorCommand, command="mode", argument="enforce")
-    assert driver.state == "RECOVERING"
-    driver.tell(m.OperatorCommand, command="resume")
-    assert (driver.state, driver.job.attempt.number) == ("STARTING", 2)
-
-
-def test_a_cordon_of_a_node_that_nobody_knows_is_told_as_that(running: Any) -> None:
-    driver = running("a")
-    notes = driver.tell(m.OperatorCommand, command="cordon", argument="nodee")
-    assert any(one.unknown_node and "nodee" in text_of(one) for one in notes if isinstance(one, m.Note))
-    assert driver.job.nodes.cordons.of("nodee", driver.now) is not None
 
 
 def test_an_order_that_was_done_before_the_journal_had_it_is_told_on_the_terminal(running: Any) -> None:

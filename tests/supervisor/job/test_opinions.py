@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from diagnosis.incident import HangReport, Opinion, Verdict
-from diagnosis.signals import ExitRecord, NodeEvidence
+from diagnosis.incident import Opinion, Verdict
+from diagnosis.signals import ExitRecord
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.view import IncidentView
@@ -58,37 +58,6 @@ def test_one_that_an_operator_ends_before_its_verdict_is_asked_about(running: An
     driver.order(order)
     assert wanted(driver) == ["i-1"]
     assert first(driver).verdict is None
-
-
-def test_one_that_a_requeue_ends_before_its_verdict_is_asked_about(running: Any) -> None:
-    driver = running("a", "b", scheduler="slurm", scheduler_job="7")
-    break_off(driver)
-    driver.tell(m.JobRequeued, requeues=1)
-    assert wanted(driver) == ["i-1"]
-
-
-def test_one_that_a_pause_holds_is_asked_about_at_once(running: Any) -> None:
-    driver = running("a", "b")
-    driver.order("pause")
-    driver.crash("a", 1)
-    assert first(driver).opinion_wanted
-
-
-def test_its_evidence_is_known_though_it_was_never_concluded(running: Any) -> None:
-    driver = running("a", "b")
-    driver.tell(m.EvidenceArrived, evidence=NodeEvidence(node="b", attempt=1, folder="attempts/1/b"))
-    break_off(driver)
-    driver.tell(m.EvidenceArrived, evidence=NodeEvidence(node="b", attempt=1, request=1, folder="attempts/1/b"))
-    driver.order("restart")
-    assert "b:attempts/1/b" in first(driver).folders
-
-
-def test_nobody_is_asked_about_a_false_alarm(running: Any) -> None:
-    driver = running("a", "b")
-    report = HangReport(kind="silent", ranks=(1,), quiet_s=700.0, limit_s=600.0, phase="", why="nothing moves")
-    driver.tell(m.HangConfirmed, attempt=1, report=report)
-    driver.tell(m.HangCleared, attempt=1, quiet_s=701.0)
-    assert (driver.state, wanted(driver), first(driver).opinion_wanted) == ("RUNNING", [], False)
 
 
 def test_a_try_that_fails_does_not_replace_an_opinion(running: Any) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 
-from diagnosis.incident import Culprit, HangReport
+from diagnosis.incident import Culprit
 from supervisor import messages as m
-from supervisor.notes import text_of
 
 
 def test_what_an_operator_uncordons_is_not_cordoned_again_for_the_same_incident(slurm: Any) -> None:
@@ -49,18 +47,6 @@ def test_the_breaker_bounds_drains_and_starts_anew_with_resume(slurm: Any) -> No
     assert not driver.job.view().breaker.tripped
 
 
-@pytest.mark.parametrize("command", ["approve", "reject"])
-def test_an_order_about_another_incident_is_refused_with_a_sentence(slurm: Any, command: str) -> None:
-    driver = slurm(mode="recommend")
-    driver.crash("b", 2)
-    driver.order(command, "i-7")
-    [refusal] = [text_of(action) for action in driver.actions if isinstance(action, m.Note) and action.refused]
-    assert "i-7 does not wait for approval; i-1 does" in refusal
-    assert "approve" in driver.job.waiting
-    driver.order(command, "1")
-    assert "approve" not in driver.job.waiting
-
-
 def test_observe_that_is_given_while_a_plan_waits_keeps_it_waiting(slurm: Any) -> None:
     driver = slurm()
     driver.order("pause")
@@ -72,16 +58,6 @@ def test_observe_that_is_given_while_a_plan_waits_keeps_it_waiting(slurm: Any) -
     driver.order("approve")
     assert driver.state == "STARTING"
     assert [order.node for order in driver.orders] == ["nodeb"], "that was an operator's own word"
-
-
-def test_observe_that_is_given_during_a_restart_is_the_last_one(slurm: Any) -> None:
-    driver = slurm()
-    driver.crash("a", 0)
-    driver.order("mode", "observe")
-    driver.up()
-    assert driver.state == "RUNNING"
-    driver.crash("a", 0)
-    assert driver.job.outcome.state == "failed"
 
 
 def test_nothing_is_prepared_while_paused(slurm: Any) -> None:
@@ -99,17 +75,6 @@ def test_nothing_is_prepared_while_paused(slurm: Any) -> None:
     assert not driver.told["a"].paused
 
 
-def test_an_approval_while_paused_is_an_operators_own_order(slurm: Any) -> None:
-    driver = slurm(mode="recommend")
-    driver.crash("b", 2)
-    driver.order("pause")
-    driver.order("approve")
-    assert driver.state == "STARTING"
-    assert driver.orders == [], "the scheduler is told afterwards"
-    driver.order("resume")
-    assert [order.node for order in driver.orders] == ["nodeb"]
-
-
 def test_an_approval_ends_with_the_attempt_that_the_journal_has_lost(slurm: Any) -> None:
     """It would keep the next attempt back, and no command could answer it."""
     driver = slurm(mode="recommend")
@@ -121,30 +86,3 @@ def test_an_approval_ends_with_the_attempt_that_the_journal_has_lost(slurm: Any)
     assert [action.kind for action in driver.actions if isinstance(action, m.Note) and action.refused]
     driver.order("restart")
     assert driver.state == "STARTING"
-
-
-def test_a_restart_of_what_never_ran_is_refused(make_driver: Any) -> None:
-    driver = make_driver(nodes_min=2, nodes_max=2)
-    driver.join("a")
-    driver.order("restart")
-    assert [text_of(action) for action in driver.actions if isinstance(action, m.Note) and action.refused]
-
-
-def test_an_attempt_that_cannot_start_is_the_end_in_mode_observe(slurm: Any) -> None:
-    driver = slurm()
-    driver.crash("a", 0)
-    driver.order("mode", "observe")
-    driver.tell(m.PreparationFailed, node="a", attempt=driver.number, error="no space left on device")
-    assert driver.job.outcome.state == "failed", "nothing runs, and nothing would ever run"
-
-
-def test_a_hang_that_was_only_watched_is_acted_on_once_that_may_be(slurm: Any) -> None:
-    driver = slurm(mode="observe")
-    report = HangReport(kind="silent", ranks=(), quiet_s=600.0, limit_s=600.0, phase="steady", why="quiet")
-    driver.tell(m.HangConfirmed, attempt=1, report=report)
-    driver.fire("evidence")
-    assert (driver.state, driver.number) == ("RUNNING", 1)
-    driver.order("mode", "enforce")
-    driver.fire("again")
-    driver.fire("evidence")
-    assert (driver.state, driver.number) == ("STARTING", 2)

@@ -9,7 +9,7 @@ import pytest
 from diagnosis.signals import NodeEvidence, RankSample
 from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
-from supervisor.job.view import ettr, startup_s
+from supervisor.job.view import startup_s
 
 
 def saves(driver: Any, *steps: int, complete: bool = True) -> None:
@@ -37,29 +37,6 @@ def test_a_checkpoint_further_than_ever_is_progress_and_the_end_of_the_incident(
     (case,) = driver.job.incidents.log.records
     assert case.closed_why == "attempt 2 saved a checkpoint of step 30"
     assert case.lost_s(driver.now) == moved_at - case.failed_at, "training went on long before it saved"
-
-
-def test_time_before_the_first_sign_of_life_alone_is_startup(running: Any) -> None:
-    driver = running("a", step=None)
-    saves(driver, 20)
-    driver.now += 990
-    saves(driver, 30)
-    ratio = ettr(driver.job)
-    assert ratio is not None
-    assert ratio > 0.99
-    assert driver.replayed().attempts.trains_since == driver.job.attempts.trains_since
-
-
-def test_a_run_that_ends_well_has_lost_what_passed_before_it_went_on(running: Any) -> None:
-    driver = running("a", step=None)
-    driver.crash("a", 1)
-    driver.up(step=None)
-    (case,) = driver.job.incidents.log.records
-    moved_at = driver.now
-    driver.now += 500
-    driver.finish()
-    assert case.closed_why == "every rank ended well"
-    assert case.lost_s(driver.now) == moved_at - case.failed_at
 
 
 def test_the_time_that_two_incidents_lasted_at_once_counts_once(running: Any) -> None:
@@ -168,29 +145,6 @@ def test_an_incident_closes_even_if_no_step_is_ever_seen(running: Any) -> None:
     assert driver.job.view().incidents[0].closed_at is not None
 
 
-def test_progress_gives_the_restart_budget_back(running: Any) -> None:
-    driver = running("a", max_restarts=2)
-    for step in range(10, 100, 10):
-        driver.rank_ends(step=step)
-        if "backoff" in driver.job.timers:
-            driver.fire("backoff")
-        driver.up(step + 5)
-    assert driver.state == "RUNNING"
-    assert driver.job.view().budget.used == 0
-
-
-def test_what_is_lost_is_down_time_and_steps_done_again(running: Any) -> None:
-    driver = running("a")
-    driver.tell(m.Progressed, after=100.0, attempt=1, step=101)
-    driver.rank_ends(ended_at=driver.now, step=101)
-    driver.now += 2.0
-    driver.up(81)
-    [incident] = driver.job.view().incidents
-    assert incident.lost_s == pytest.approx(2.0 + 20 * 1.0)
-    view = driver.job.view()
-    assert view.ettr == pytest.approx(1 - 22.0 / 102.0, abs=1e-3)
-
-
 def steps_until(driver: Any, first: int, last: int, pace: float) -> dict[int, float]:
     """Makes steps; the job hears of the last one as the controller tells it. Step -> when it was made."""
     made = {first: driver.now}
@@ -223,36 +177,6 @@ def test_what_is_lost_is_what_lies_between_the_same_step_made_twice(
     assert case.lost_s(driver.now) == pytest.approx(again_at - would_have, abs=0.01)
 
 
-def test_a_failure_before_the_next_step_does_not_forget_what_was_lost(running: Any) -> None:
-    driver = running("a", step=None)
-    made = steps_until(driver, 1, 51, pace=2.0)
-    driver.now = made[51]
-    driver.crash("a", 1)
-    driver.up(step=None)
-    driver.crash("a", 1)
-    for timer in ("backoff",):
-        if timer in driver.job.timers:
-            driver.fire(timer)
-    driver.up(step=None)
-    driver.tell(m.Progressed, after=2.0, attempt=3, step=11, step_at=driver.now + 2.0)
-    assert driver.job.incidents.log.lost_s(driver.now) == pytest.approx(driver.now - made[11], abs=0.01)
-
-
-def test_a_script_that_saves_the_step_it_resumed_from_again_has_made_no_progress(running: Any) -> None:
-    driver = running("a", step=None)
-    made = steps_until(driver, 1, 51, pace=2.0)
-    saves(driver, 50)
-    driver.crash("a", 1)
-    driver.up(step=None)
-    saves(driver, 50)
-    (case,) = driver.job.incidents.log.records
-    assert case.closed_at is None
-    assert driver.job.incidents.budget.used == 1
-    driver.tell(m.Progressed, after=2.0, attempt=2, step=51, step_at=driver.now + 2.0)
-    assert case.closed_at is not None
-    assert case.lost_s(driver.now) == pytest.approx(driver.now - made[51], abs=0.01)
-
-
 def test_the_last_words_of_a_rank_tell_its_step(running: Any) -> None:
     driver = running("a", "b")
     driver.tell(m.Progressed, after=10, attempt=1, step=9)
@@ -263,28 +187,3 @@ def test_the_last_words_of_a_rank_tell_its_step(running: Any) -> None:
     assert case.verdict is not None
     assert case.step == 51
     assert driver.job.view().incidents[0].step == 51
-
-
-def test_each_recovery_is_told_once_with_what_it_resumed_from(make_driver: Any) -> None:
-    driver = make_driver(nodes_min=1, nodes_max=1)
-    driver.join("a")
-    driver.up(1)
-    told: list[str] = []
-    for step in (41, 61):
-        driver.rank_ends(step=step + 2)
-        path = f"/ckpt/step-{step - 1}"
-        saved = Checkpoint(path=path, step=step - 1, format="dcp", complete=True, modified_at=driver.now)
-        driver.tell(m.CheckpointsSeen, node="a", checkpoints=(saved,))
-        if "backoff" in driver.job.timers:
-            driver.fire("backoff")
-        before = len(told)
-        for kind, more in (
-            (m.LauncherReady, {"node": "a", "offer": m.StoreOffer(host="a", port=1, local_world_size=2)}),
-            (m.WorkersStarted, {"node": "a", "ranks": (0, 1)}),
-            (m.Progressed, {"step": step, "first": True}),
-        ):
-            driver.tell(kind, attempt=driver.number, **more)
-            told += [line for line in driver.loud if line.startswith("recovered")]
-        assert len(told) == before + 1
-        assert told[-1].endswith(path)
-        assert driver.job.incidents.log.records[-1].id in told[-1]

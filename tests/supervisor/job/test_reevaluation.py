@@ -107,15 +107,6 @@ def test_ranks_that_have_been_started_already_are_ended_again(start: Any) -> Non
     replays(driver)
 
 
-def test_counters_never_go_back(start: Any) -> None:
-    driver = start()
-    before = driver.job.incidents.log.totals().incidents.copy()
-    late(driver)
-    assert driver.job.incidents.log.totals().incidents == before, "it was counted: the class that was told stays"
-    driver.up(step=5)
-    assert driver.job.incidents.log.totals().incidents == before
-
-
 def test_once_an_incident(start: Any) -> None:
     driver = start(spares=("c", "d"))
     late(driver)
@@ -181,29 +172,6 @@ def test_while_paused_it_is_told_and_done_after_resume(start: Any) -> None:
     replays(driver)
 
 
-def test_in_mode_recommend_the_operator_approves_what_is_known_by_then(start: Any) -> None:
-    driver = start(mode="recommend")
-    late(driver)
-    case = driver.job.incidents.log.records[-1]
-    assert (driver.job.incidents.approval_wanted, case.plan.needs_approval, cordoned(driver)) == (True, True, [])
-    assert "b" in driver.loud[-1]
-    driver.order("approve")
-    assert (driver.state, cordoned(driver), driver.job.attempt.members) == ("STARTING", ["b"], ("a", "c"))
-    replays(driver)
-
-
-def test_a_start_that_an_operator_ordered_goes_as_it_was_ordered(start: Any) -> None:
-    driver = start(mode="recommend")
-    driver.order("approve")
-    late(driver)
-    assert (cordoned(driver), looks(driver), driver.job.attempt.members) == ([], [], ("a", "b"))
-    driver = start()
-    driver.order("restart")
-    late(driver)
-    assert (cordoned(driver), looks(driver), driver.job.attempt.members) == ([], [], ("a", "b"))
-    replays(driver)
-
-
 def test_a_node_that_an_operator_vouched_for_stays(start: Any) -> None:
     driver = start()
     driver.order("uncordon", "b")
@@ -264,18 +232,6 @@ def test_what_was_known_of_a_node_when_an_operator_gave_it_back_explains_nothing
     late(driver)
     assert cordoned(driver) == ["b"], "it fell off again"
     replays(driver)
-
-
-def test_nor_does_what_its_agent_still_tells_with_the_evidence(start: Any) -> None:
-    def known_and_uncordoned(driver: Any) -> None:
-        driver.tell(m.OperatorCommand, command="uncordon", argument="b", by="ann")
-        found = xid("b", driver.now - 5.0)
-        driver.now += 1.0
-        driver.tell(m.EvidenceArrived, evidence=NodeEvidence(node="b", attempt=1, request=7, findings=(found,)))
-
-    driver = start(after=known_and_uncordoned)
-    assert (driver.state, cordoned(driver)) == ("STARTING", [])
-    assert driver.job.incidents.log.records[-1].verdict.failure_class is not FailureClass.GPU_FALLEN_OFF_BUS
 
 
 def test_a_node_left_out_already_is_not_counted_on(start: Callable[..., Any]) -> None:

@@ -68,15 +68,6 @@ def test_a_node_that_comes_back_in_time_makes_a_new_start_needless(slurm: Any) -
     assert "requeue" not in driver.job.timers
 
 
-def test_a_lost_node_that_stays_away_is_excluded(slurm: Any) -> None:
-    driver = slurm(spares=())
-    driver.tell(m.NodeLost, node="b", silent_s=5.0)
-    driver.fire("evidence")
-    driver.fire("requeue")
-    [order] = driver.orders
-    assert (order.kind, order.exclude, order.avoid) == ("requeue", (), ("nodeb",))
-
-
 def test_a_node_whose_front_was_killed_is_not_waited_for_and_may_be_given_again(slurm: Any) -> None:
     """Its task is over, so it does not come back; the node is as good as any, and Slurm would never give it up."""
     driver = slurm(spares=())
@@ -102,32 +93,6 @@ def test_it_is_never_started_again_twice_without_progress(slurm: Any) -> None:
     driver.tell(m.NodeLost, node="b2", silent_s=5.0)
     driver.fire("evidence")
     assert "requeue" in driver.job.timers, "it came further than ever in between"
-
-
-def test_the_number_of_new_starts_is_bounded(slurm: Any) -> None:
-    driver = short(slurm, requeues=1)
-    assert [order.kind for order in driver.orders] == []
-    assert driver.state == "STARTING", "restarted in place, as without a scheduler"
-
-
-def test_a_new_start_that_is_refused_leaves_the_job_waiting_for_nodes(slurm: Any) -> None:
-    driver = short(slurm)
-    requeue = driver.orders[-1]
-    driver.tell(m.SchedulerAnswered, number=requeue.number, outcome="denied", text="Access denied")
-    assert "Access denied" in driver.loud[0]
-    assert driver.state == "RECOVERING"
-    driver.fire("nodes")
-    assert driver.job.outcome.exit_code == 91
-    assert "Access denied" in driver.job.outcome.line
-
-
-def test_the_signal_that_comes_with_a_new_start_is_no_stop(slurm: Any) -> None:
-    driver = short(slurm)
-    driver.tell(m.StopRequested, node="a", signal="SIGTERM")
-    assert driver.job.outcome.state == "requeued"
-    other = short(slurm)
-    other.tell(m.StopRequested, node="a", signal="SIGINT")
-    assert other.job.outcome.state == "stopped"
 
 
 def test_no_new_start_while_paused_and_none_in_mode_recommend_without_approval(slurm: Any) -> None:
@@ -171,17 +136,6 @@ def test_the_timeline_says_which_first_node_was_lost_and_who_asked_for_the_new_s
     assert (case.verdict.failure_class, case.failed_at) == (FailureClass.NODE_FAILURE, lost_at)
 
 
-def test_a_job_that_was_done_with_does_not_go_on(slurm: Any) -> None:
-    driver = slurm()
-    driver.order("stop")
-    assert driver.job.goes_on_when_requeued, "the scheduler stops what it starts again"
-    driver = slurm(max_restarts=0)
-    driver.crash("a", 0)
-    assert driver.job.outcome.state == "failed"
-    driver.tell(m.JobRequeued, requeues=1)
-    assert driver.state == "FAILED"
-
-
 def test_nodes_know_whether_the_job_may_be_started_again_without_a_controller(slurm: Any) -> None:
     driver = slurm()
     assert driver.told["a"].may_requeue
@@ -190,16 +144,6 @@ def test_nodes_know_whether_the_job_may_be_started_again_without_a_controller(sl
         assert driver.told["a"].may_requeue is may, command
     again = slurm(requeues=1)
     assert not again.told["a"].may_requeue
-
-
-def test_a_stop_ends_the_asking_for_a_new_start(slurm: Any) -> None:
-    driver = short(slurm)
-    driver.tell(m.SchedulerAnswered, number=driver.orders[-1].number, outcome="unavailable")
-    driver.order("stop")
-    driver.now += 60.0
-    driver.tell(m.TimerFired, timer="orders")
-    driver.tell(m.ControllerStarted, epoch=2)
-    assert "requeue" not in {order.kind for order in driver.orders}
 
 
 @pytest.mark.parametrize(
@@ -256,16 +200,6 @@ def test_why_no_new_start_is_possible_is_what_the_job_waits_with(slurm: Any) -> 
     assert why in driver.loud[0]
 
 
-def test_what_policy_wanted_in_mode_enforce_is_not_ordered_in_mode_recommend(slurm: Any) -> None:
-    driver = slurm(spares=())
-    driver.tell(m.NodeLost, node="b", silent_s=5.0)
-    driver.fire("evidence")
-    driver.order("mode", "recommend")
-    driver.fire("requeue")
-    assert driver.orders == []
-    assert driver.state == "RECOVERING", "it waits for nodes"
-
-
 @pytest.mark.parametrize("again_by_itself", [True, False])
 def test_what_looks_like_a_stop_may_be_a_new_start_by_somebody_else(slurm: Any, again_by_itself: bool) -> None:
     """Preempted, or `scontrol requeue`: the signal is the same."""
@@ -285,9 +219,3 @@ def test_what_looks_like_a_stop_may_be_a_new_start_by_somebody_else(slurm: Any, 
     else:
         assert (outcome.state, driver.job.view().state) == ("stopped", "STOPPED")
     assert driver.replayed().view() == driver.job.view()
-
-
-def test_nobody_is_asked_about_the_end_that_an_operator_ordered(slurm: Any) -> None:
-    driver = slurm()
-    driver.tell(m.StopRequested, node="a", signal="SIGINT")
-    assert driver.orders == []

@@ -71,26 +71,6 @@ def test_the_job_holds_until_there_is_room_and_goes_on_by_itself(running: Any, v
     assert driver.job.view().waiting == ""
 
 
-def test_every_node_must_have_room(running: Any) -> None:
-    driver = waiting(running, "a", "b")
-    tell(driver, "a")
-    assert driver.state == "RECOVERING"
-    tell(driver, "b", "/local: no space left")
-    assert driver.state == "RECOVERING"
-    tell(driver, "b")
-    assert driver.state == "STARTING"
-
-
-def test_room_that_is_there_at_once_is_not_used_before_the_back_off(running: Any) -> None:
-    driver = running("a")
-    driver.verdict = FULL
-    driver.crash("a", 1)
-    tell(driver, after=0.5)
-    assert driver.state == "RECOVERING"
-    driver.fire("backoff")
-    assert driver.state == "STARTING"
-
-
 def test_a_disk_that_is_full_again_each_time_is_tried_more_and_more_seldom(running: Any) -> None:
     driver = running("a")
     driver.verdict = FULL
@@ -104,12 +84,6 @@ def test_a_disk_that_is_full_again_each_time_is_tried_more_and_more_seldom(runni
         driver.up(step=None)
     assert waits == [5, 10, 20, 40, 80, 160, 300, 300]
     assert driver.job.incidents.budget.used == 0
-
-
-def test_words_about_an_earlier_wait_mean_nothing(running: Any) -> None:
-    driver = waiting(running)
-    driver.tell(m.SpaceSeen, after=1, node="a", number=driver.told["a"].space.number - 1, full=())
-    assert driver.state == "RECOVERING"
 
 
 def test_an_operator_may_go_on_without_room_and_a_pause_holds(running: Any) -> None:
@@ -133,24 +107,3 @@ def test_it_ends_when_nobody_makes_room_for_as_long_as_a_job_may_be_held(running
     driver.fire("hold")
     assert driver.state == "FAILED"
     assert "/ckpt" in driver.job.outcome.line
-
-
-def test_a_new_controller_waits_on(running: Any) -> None:
-    driver = waiting(running)
-    tell(driver, "a", "/ckpt: no space left")
-    again = driver.replayed()
-    assert again.space.text
-    driver.job = again
-    driver.tell(m.ControllerStarted, epoch=2)
-    assert driver.told["a"].space is not None
-    tell(driver)
-    assert driver.state == "STARTING"
-
-
-def test_what_is_only_recommended_waits_for_approval(running: Any) -> None:
-    driver = running("a", mode="recommend")
-    driver.verdict = FULL
-    driver.crash("a", 1)
-    assert driver.told["a"].space is None
-    driver.order("approve")
-    assert driver.told["a"].space is not None

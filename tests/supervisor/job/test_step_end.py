@@ -41,34 +41,6 @@ def test_no_answer_keeps_the_job_no_longer(slurm: Any) -> None:
     assert any("has not ended the step of the job" in text for text in driver.loud)
 
 
-def test_a_node_that_hangs_at_the_end_is_not_waited_for_twice(slurm: Any) -> None:
-    driver = slurm()
-    driver.order("stop")
-    for name in "ac":
-        driver.tell(m.NodeDone, node=name)
-    driver.fire("end")
-    driver.fire("step_end")
-    [order] = driver.orders
-    assert order.avoid == ("nodeb",)
-    driver.tell(m.SchedulerAnswered, number=order.number, outcome="already")
-    assert driver.ended
-
-
-def test_where_every_node_has_ended_nothing_is_asked(slurm: Any, make_driver: Any) -> None:
-    driver = slurm()
-    driver.order("stop")
-    for name in "abc":
-        driver.tell(m.NodeDone, node=name)
-    assert driver.ended
-    local = make_driver(driver.verdict, nodes_min=2, nodes_max=2)
-    local.join("a", "b")
-    local.up()
-    local.tell(m.NodeLost, node="b", silent_s=5.0)
-    local.order("stop")
-    local.tell(m.NodeDone, node="a")
-    assert local.ended
-
-
 def test_a_verdict_is_told_to_the_scheduler(slurm: Any) -> None:
     driver = slurm()
     driver.crash("b", 2)
