@@ -18,8 +18,7 @@ import click
 from supervisor import config
 from supervisor.cli.check import check
 from supervisor.cli.drain_requests import drain_requests
-from supervisor.cli.job_commands import JOB_COMMANDS
-from supervisor.cli.operator_commands import OPERATOR_COMMANDS
+from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
 from supervisor.cli.output import print_answer, warn
 from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
 

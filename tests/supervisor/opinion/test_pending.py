@@ -11,7 +11,7 @@ from diagnosis import rules
 from diagnosis.incident import ProposedRule
 from diagnosis.taxonomy import FailureClass
 from supervisor import config
-from supervisor.cli import operator_commands
+from supervisor.cli import job_commands
 from supervisor.config import read_toml
 from supervisor.controller.client import ControllerClient
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, UnbrokenError
@@ -138,7 +138,7 @@ def given(command: str, name: str = "rule-i-1") -> OperatorCommand:
 
 
 def decide(job_dir: Path | None, command: str = "approve", name: str = "rule-i-1", **more: bool) -> dict[str, object]:
-    return operator_commands.decide_rule(given(command, name), job_dir, no_controller, **more)
+    return job_commands.decide_rule(given(command, name), job_dir, no_controller, **more)
 
 
 def test_without_a_controller_the_file_is_enough(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_what_a_controller_refuses_is_not_done(tmp_path: Path) -> None:
 
     pending.add(tmp_path, proposed())
     with pytest.raises(UnbrokenError, match="no token") as caught:
-        operator_commands.decide_rule(given("approve"), tmp_path, lambda: Refusing("x", "y"))
+        job_commands.decide_rule(given("approve"), tmp_path, lambda: Refusing("x", "y"))
     assert caught.value.exit_code == 77
     assert pending.names(tmp_path) == ["rule-i-1"]
 
