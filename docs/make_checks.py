@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from supervisor.cli.check import failure_class_of
 from supervisor.node_health.check import CheckRow, table
 
 PAGE = Path(__file__).with_name("checks.md")
@@ -25,7 +24,7 @@ def as_markdown(rows: Iterable[CheckRow]) -> str:
             check.threshold_text(),
             check.source,
             check.when,
-            failure_class_of(row),
+            row.failure_class,
             check.scope,
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -411,7 +411,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         with open(open_regular(path), encoding="utf-8") as file:
             text = file.read(TOML_CHARS)
         if len(text) == TOML_CHARS:
-            raise ConfigError(f"{path} is too long to be one of ours")
+            raise ConfigError(f"{path} is too long for a file of unbroken: is it the right one?")
         tables: dict[str, Any] = tomllib.loads(text)
         return tables
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -458,7 +458,7 @@ def _checked(key: str, value: object, where: str, *, strict: bool) -> object:
 def check_opinion(given: OpinionSettings) -> None:
     """Raises ConfigError, which names the key and what would do."""
     if given.backend == "transformers" and not given.model:
-        raise ConfigError("opinion.model: transformers needs the folder of a model")
+        raise ConfigError("opinion.model must be the folder of a model when opinion.backend is transformers")
     if given.backend == "endpoint":
         _check_endpoint(given)
 
@@ -483,7 +483,7 @@ def _check_endpoint(given: OpinionSettings) -> None:
     if url.scheme not in ("http", "https") or not host or url.query or url.fragment:
         raise ConfigError(f"opinion.url = {given.url!r}: expected something like https://host/v1")
     if not given.model:
-        raise ConfigError("opinion.model: which of the endpoint's models?")
+        raise ConfigError("opinion.model is not set: name one of the endpoint's models")
     if given.key_file and url.scheme == "http" and not _is_own(host):
         raise ConfigError(f"opinion.url = {given.url!r}: a key (opinion.key_file) is sent over https only")
 

@@ -22,7 +22,6 @@ import msgspec
 
 from diagnosis.signals import clean_text
 from supervisor import config
-from supervisor.cli.check_text import WORDS, check_text, failure_class_of, not_healthy
 from supervisor.cli.output import warn, write_answer
 from supervisor.errors import CheckRefused, ConfigError, ExitCode
 from supervisor.node_health.health_file import LONGEST_RELEASE_S, GpuRelease
@@ -57,22 +56,25 @@ RIGHTS: Final = "rights"
 
 
 @click.command()
-@click.option("--only", multiple=True, metavar="PATTERN", help="These checks or probes (`gpu_*`); repeatable.")
-@click.option("--skip", multiple=True, metavar="PATTERN", help="Not these; repeatable.")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Only these checks or probes (`gpu_*`); repeatable.")
+@click.option("--skip", multiple=True, metavar="PATTERN", help="Leave these checks or probes out; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/checks.md.")
 @click.option(
-    "--list", "listed", is_flag=True, help="List the checks: what, threshold, source, whether it applies here."
+    "--list",
+    "listed",
+    is_flag=True,
+    help="List the checks: threshold, source, whether each applies here.",
 )
 @click.option("--verbose", "-v", is_flag=True, help="Also show what is healthy or does not apply.")
-@click.option("--preflight", is_flag=True, help="Also make the checks that are made before a job.")
+@click.option("--preflight", is_flag=True, help="Also make the checks that belong before a job.")
 @click.option(
     "--slurm",
     "form",
     type=click.Choice([*FORMS, RIGHTS]),
-    help="As Slurm's Prolog, Epilog, HealthCheckProgram; or: may this user drain nodes?",
+    help="Answer as Slurm's Prolog, Epilog or HealthCheckProgram should; rights: may this user drain nodes?",
 )
 @click.option(
-    "--root", type=click.Path(path_type=Path), metavar="DIR", help="Judge a captured tree of another machine."
+    "--root", type=click.Path(path_type=Path), metavar="DIR", help="Check a captured tree: files of another machine."
 )
 @click.option("--site", "site_file", default="", metavar="FILE", help="Site file.  [/etc/unbroken/site.toml]")
 @click.option(
@@ -87,7 +89,10 @@ RIGHTS: Final = "rights"
     help="Folder where this command keeps error counters between calls.",
 )
 @click.option(
-    "--release-gpus", default="", metavar="TIME", help="Have the agents here release the GPUs: 10m; 0: take them back."
+    "--release-gpus",
+    default="",
+    metavar="TIME",
+    help="Have the agents here let go of the GPUs: 10m; 0: use them again.",
 )
 @click.option("--node-name", default="", help="Name of this node.  [host name]")
 def check(
@@ -236,7 +241,7 @@ def answer_as_json(answer: CheckAnswer, site: Site) -> dict[str, Any]:
         "boot_id": answer.boot_id,
         "at": rfc3339(answer.at),
         "from": answer.source,
-        "status": WORDS[answer.exit_code].lower(),
+        "status": answer.word.lower(),
         "exit_code": answer.exit_code,
         "problems": list(answer.problems),
         "checks": [_entry(one, site) for one in answer.seen],
@@ -252,7 +257,7 @@ def _entry(one: AnsweredCheck, site: Site) -> dict[str, Any]:
         "probe": one.row.probe,
         "status": check_state.status,
         "level": check_state.level if check_state.status == "unhealthy" else None,
-        "failure_class": failure_class_of(one.row),
+        "failure_class": one.row.failure_class,
         "scope": check.scope,
         "device": result.device,
         "gpu": result.gpu,
@@ -269,11 +274,10 @@ def _entry(one: AnsweredCheck, site: Site) -> dict[str, Any]:
 def slurm_lines(answer: CheckAnswer, *, node_only: bool) -> list[str]:
     """`unbroken: <failure class> <device> <text>` for each critical failure."""
     lines = []
-    for one in not_healthy(answer):
-        critical = (one.check_state.status, one.check_state.level) == ("unhealthy", "critical")
-        if critical and (not node_only or one.row.check.scope in NODE_SCOPES):
+    for one in answer.unhealthy:
+        if one.word == "critical" and (not node_only or one.row.check.scope in NODE_SCOPES):
             result = one.check_state.result
-            what = f"{failure_class_of(one.row)} {result.device or '-'} {check_text(one)}"
+            what = f"{one.row.failure_class} {result.device or '-'} {one.text}"
             lines.append(f"unbroken: {what} ({result.check})")
     return lines
 
@@ -291,7 +295,7 @@ def list_as_json(rows: Mapping[str, CheckRow], answer: CheckAnswer, site: Site) 
                 "threshold": _threshold(row, site),
                 "limits": {**row.check.limits, **site.limits.get(row.check.id, {})},
                 "when": row.check.when,
-                "failure_class": failure_class_of(row),
+                "failure_class": row.failure_class,
                 "scope": row.check.scope,
                 "looks": row.check.looks,
                 "applies": applies,
@@ -398,7 +402,7 @@ def ask_agent(path: str, seconds: float) -> dict[str, Any]:
         while not answer.endswith(b"\n") and len(answer) < ANSWER_BYTES:
             piece = client.recv(ANSWER_BYTES)
             if not piece:
-                raise ValueError("it gave no answer: is its version older?")
+                raise ValueError("it gave no answer: it may be an older version of unbroken")
             answer += piece
     return msgspec.json.decode(answer, type=dict[str, Any])
 
@@ -425,9 +429,7 @@ def release_gpus_here(duration: str, local_dir: str) -> int:
         failed += "error" in answer
         click.echo(_line(where, answer), err="error" in answer)
     if not asked:
-        click.echo(
-            "no agent that we may ask runs here" + ("" if os.getuid() == 0 else ": those of others only root may")
-        )
+        click.echo("no agent runs here that this user may ask" + ("" if os.getuid() == 0 else " (root may ask all)"))
     return 1 if failed else 0
 
 

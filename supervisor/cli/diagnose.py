@@ -265,10 +265,10 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) ->
     found = log_files.find(paths)
     if not found.sources:
         raise UnbrokenError(
-            f"{', '.join(paths)}: no file in it that could be a log, a dump or stacks", ExitCode.NOT_FOUND
+            f"{', '.join(paths)}: there is no log, flight recorder dump or stack file in it", ExitCode.NOT_FOUND
         )
     if found.left_out:
-        warn(f"there are more than {log_files.MAX_FILES} files: {found.left_out} are left out")
+        warn(f"there are more than {log_files.MAX_FILES} files: {found.left_out} of them are not read")
     readings = _readings(found.sources, paths, quiet, book)
     for source, reading in zip(found.sources, readings, strict=True):
         if reading.unreadable and source.path in paths:
@@ -352,4 +352,4 @@ def _read_or_end(paths: Sequence[str], quiet: bool, book: TemplateBook | None = 
         name = log_files.Source(str(error.filename or ", ".join(paths))).name
         raise UnbrokenError(f"{name}: {error.strerror or error}", ExitCode.NOT_FOUND) from None
     except KeyboardInterrupt:
-        raise UnbrokenError("interrupted: nothing was concluded", ExitCode.INTERRUPTED) from None
+        raise UnbrokenError("interrupted: there is no verdict", ExitCode.INTERRUPTED) from None

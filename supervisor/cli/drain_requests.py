@@ -142,7 +142,7 @@ def _read(folder: int, name: str, uid: int) -> bytes:
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
-            raise RequestUntrusted("it has another name, too (a hard link)")
+            raise RequestUntrusted("it has a second name (a hard link)")
         if found.st_uid != uid:
             raise RequestUntrusted(f"it belongs to user {found.st_uid}, but the job to user {uid}")
         return file.read(REQUEST_BYTES + 1)
@@ -152,7 +152,7 @@ def _remove(folder: int, name: str) -> None:
     try:
         os.unlink(name, dir_fd=folder)
     except OSError as error:
-        warn(f"the request {name} stays: {error.strerror}")
+        warn(f"the request {name} cannot be removed: {error.strerror}")
 
 
 async def _drain(slurm: Slurm, request: DrainRequest, per_hour: int, dry_run: bool) -> Answer:

@@ -48,7 +48,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def found(job_dir: str, slurm_job: str, address: str, token_file: str, **others: Any) -> None:
         if job_dir and slurm_job:
-            raise click.UsageError("--job and --job-dir each name a job: give one of them")
+            raise click.UsageError("--job and --job-dir both name a job: give only one of them")
         command(JobHandle(job_dir, address, token_file, slurm_job), **others)
 
     options = [
@@ -200,7 +200,7 @@ def _incident(job: JobHandle, name: str) -> dict[str, Any]:
     found = [one for one in everything if one["id"] == wanted or wanted == "last"]
     if not found:
         known = ", ".join(one["id"] for one in everything[-8:]) or "none"
-        raise JobNotFound(f"there is no incident {name}; there is: {known}")
+        raise JobNotFound(f"there is no incident {name}; known incidents: {known}")
     incident: dict[str, Any] = found[-1]
     return incident
 
@@ -212,7 +212,7 @@ def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
     from supervisor.opinion.queue import ask_here
 
     if job.folder is None:
-        raise ControllerUnreachable("no controller answers: name the job folder with --job-dir")
+        raise ControllerUnreachable("no controller answers: give the job folder with --job-dir")
     settings = config.load_here().settings.opinion
     config.check_opinion(settings)
     if missing := config.missing_for_opinion(settings, Path.cwd()):
@@ -262,8 +262,8 @@ def _asked(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
 
 @click.command()
 @job_options
-@click.option("--all", "everything", is_flag=True, help="Show details too.")
-@click.option("--since", type=int, default=0, metavar="SEQ", help="Only what came after this record.")
+@click.option("--all", "everything", is_flag=True, help="Show details as well.")
+@click.option("--since", type=int, default=0, metavar="SEQ", help="Only what came after the record with this number.")
 def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> None:
     """The story of the job, event by event."""
     from supervisor.cli import render
@@ -311,9 +311,9 @@ def command_options(command: Callable[..., None]) -> Callable[..., None]:
         command(options=CommandOptions(job, as_json, reason, yes, dry_run), **arguments)
 
     function: Callable[..., None] = job_options(given)
-    function = click.option("--reason", "-m", default="", help="Why; kept in the journal.")(function)
-    function = click.option("--yes", "-y", is_flag=True, help="Do not ask.")(function)
-    return click.option("--dry-run", is_flag=True, help="Only say what it would do.")(function)
+    function = click.option("--reason", "-m", default="", help="The reason; the journal keeps it.")(function)
+    function = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")(function)
+    return click.option("--dry-run", is_flag=True, help="Only say what the command would do.")(function)
 
 
 # ----- the commands -----
@@ -353,8 +353,8 @@ def stop(options: CommandOptions) -> None:
 def cordon(options: CommandOptions, node: str) -> None:
     """Do not use NODE (or NODE/GPU) from the next attempt on.
 
-    A scheduler may be asked to drain NODE for the whole cluster. Before that, and before it interrupts a run, the
-    command asks you; `--yes` answers it. Exit code 3: the job has no such node.
+    The scheduler may be asked to drain NODE for the whole cluster. Before it drains a node or interrupts the run, the
+    command asks you (`--yes`: it does not). Exit code 3: the job has no such node; it is cordoned all the same.
     """
     give(options, "cordon", node, interrupts="perhaps")
 
@@ -411,7 +411,7 @@ def give(options: CommandOptions, name: CommandName, argument: str = "", interru
         if interrupts != "never" and not options.yes:
             _confirm(command, job, always=interrupts == "always")
         answer = _send(command, job)
-    lines = [answer["would"]] if options.dry_run else answer["notes"] or [f"{name}: taken"]
+    lines = [answer["would"]] if options.dry_run else answer["notes"] or [f"{name}: done"]
     print_answer(answer, options.as_json, lambda _: click.echo("\n".join(lines)))
     unknown = ExitCode.UNKNOWN_NODE if answer.get("unknown_node") else ExitCode.DONE
     sys.exit(ExitCode.NOT_DONE if answer.get("refused") else unknown)
@@ -454,7 +454,7 @@ def _confirm(command: OperatorCommand, job: JobHandle, *, always: bool) -> None:
         return
     if sys.stdin is None or not sys.stdin.isatty():
         what = f"drains {drains} for the whole cluster" if drains and not answer["interrupts"] else "interrupts the run"
-        why = f"`{command.command}` {what}: say --yes when there is nobody to ask. Nothing was done."
+        why = f"`{command.command}` {what}, and nobody can be asked here: give --yes. Nothing was done."
         raise UnbrokenError(why, ExitCode.WRONG_USAGE)
     click.echo(answer["would"], err=True)
     click.confirm(f"{command.command} {command.argument}".rstrip() + "?", abort=True, err=True)
@@ -496,7 +496,7 @@ def decide_rule(
 
     name, approved = command.argument, command.command == "approve"
     if job_dir is None:
-        raise RuleNotFound(f"the rule {name} is in a job folder: name that folder with --job-dir. Nothing was done.")
+        raise RuleNotFound(f"the rule {name} is in a job folder: give it with --job-dir. Nothing was done.")
     try:
         rule = pending.find(job_dir, name)
         if dry_run:

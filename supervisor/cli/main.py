@@ -69,15 +69,19 @@ def _run_options(command: F) -> F:
     options = [
         click.option("--job-dir", help="Job folder, shared between nodes.  [unbroken-jobs/NAME]"),
         click.option("--name", help="Name of the job.  [script and time]"),
-        click.option("--controller", metavar="HOST:PORT", help="A controller that runs elsewhere."),
-        click.option("--listen", metavar="HOST:PORT", help="Where our own controller listens.  [a free port]"),
+        click.option("--controller", metavar="HOST:PORT", help="Use this controller, which runs elsewhere."),
+        click.option("--listen", metavar="HOST:PORT", help="Where the job's controller listens.  [a free port]"),
         click.option("--node-name", help="Name of this node.  [host name]"),
         click.option("--token-file", help="File with the job's token.  [`token` in the job folder]"),
         click.option("--spare", is_flag=True, help="This node stays idle until it is needed."),
         click.option("--spares", type=int, metavar="N", help="How many nodes are kept idle.  [0]"),
         click.option("--max-restarts", type=int, metavar="N", help="Give up after N restarts without progress.  [10]"),
         click.option("--mode", type=click.Choice(["observe", "recommend", "enforce"]), help="[enforce]"),
-        click.option("--patience", metavar="S|off", help="Seconds of unproven silence before a restart.  [automatic]"),
+        click.option(
+            "--patience",
+            metavar="S|off",
+            help="Restart after S silent seconds, even unproven.  [automatic]",
+        ),
         click.option(
             "--checkpoint-dir",
             "checkpoint_dirs",
@@ -102,7 +106,7 @@ def _run_options(command: F) -> F:
             metavar="S",
             help="End a held job after S seconds; 0: never.  [86400]",
         ),
-        click.option("--quiet", "-q", is_flag=True, default=None, help="Print only the final status line of ours."),
+        click.option("--quiet", "-q", is_flag=True, default=None, help="Print only unbroken's final status line."),
         click.option("--json", "as_json", is_flag=True, help="The outcome as JSON on the last line of stderr."),
     ]
     for option in reversed(options):
@@ -116,8 +120,8 @@ def _run_options(command: F) -> F:
 def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_json: bool, **flags: Any) -> None:
     """Run COMMAND, watch it, and restart it from its newest good checkpoint when it breaks.
 
-    The exit code is COMMAND's own, or 75 requeued or preempted, 78 wrong configuration, 90 stopped as not worth
-    retrying, 91 restarts used up, 130 interrupted, 143 terminated.
+    The exit code is COMMAND's own, or 75 requeued or preempted, 78 wrong configuration, 90 stopped because a restart
+    would fail in the same way, 91 restarts used up, 130 interrupted, 143 terminated.
     """
     from supervisor.run import front
 
@@ -211,11 +215,11 @@ def print_config(as_json: bool) -> None:
 @main.command()
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
-@click.option("--digest", is_flag=True, help="Print the logs in a few kilobytes, most telling first, and no verdict.")
+@click.option("--digest", is_flag=True, help="Print a summary, the most important lines first, and no verdict.")
 @click.option(
-    "--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Size of a digest, at most."
+    "--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Size limit of the digest."
 )
-@click.option("--healthy", multiple=True, help="Logs of a run that went well: lines they lack come first.")
+@click.option("--healthy", multiple=True, help="Logs of a run that went well; lines that they do not have come first.")
 def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, healthy: tuple[str, ...]) -> None:
     """What went wrong, from what is left of a job: files, folders, or - for standard input.
 

@@ -22,7 +22,6 @@ from rich.text import Text
 
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import TAXONOMY, FailureClass
-from supervisor.cli.check_text import WORDS, check_name, check_text, failure_class_of, not_healthy
 
 if TYPE_CHECKING:
     from supervisor.node_health.check import AnsweredCheck, CheckAnswer
@@ -330,13 +329,13 @@ def why(answer: dict[str, Any]) -> None:
         _field("seen", one["what"] or one["trigger"]),
     ]
     if verdict is None:
-        parts.append(_field("verdict", "none: it was over before" if one["closed_at"] else "not yet"))
+        parts.append(_field("verdict", "none: it ended before there was one" if one["closed_at"] else "not yet"))
     else:
         parts += _verdict_parts(verdict)
     if one["opinion"] is not None:
         parts += _opinion_parts(one["opinion"])
     if one["opinion_failed"] is not None:
-        parts.append(_field("", f"asked again, and got none: {one['opinion_failed']['problem']}"))
+        parts.append(_field("", f"asked again, without an answer: {one['opinion_failed']['problem']}"))
     if one["opinion_wanted"]:
         parts.append(_field("opinion", "a model is asked, and has not answered yet"))
     if plan is not None:
@@ -380,7 +379,7 @@ def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
     """A language model's, beside the verdict: said to be one, and that nothing follows from it."""
     model = opinion["model"] or "a model"
     if opinion["problem"]:
-        return [_field("opinion", f"none of {model}: {opinion['problem']}")]
+        return [_field("opinion", f"none from {model}: {opinion['problem']}")]
     parts: list[RenderableType] = [
         _field("opinion", f"{opinion['failure_class']} ({model}, in {seconds(opinion['took_s'])}; never acted upon)"),
         _field("", _culprits(opinion) or "nobody in particular"),
@@ -452,7 +451,6 @@ def replay(answer: dict[str, Any]) -> None:
 MAX_EVENTS: Final = 100
 SHOWN: Final = 2000
 """Characters of a line."""
-MIN_SHOWN: Final = 0.01
 _ACTIONS: Final = {
     "none": "nothing",
     "restart": "restart",
@@ -479,7 +477,7 @@ def diagnosis(value: dict[str, Any]) -> None:
         words = _ACTIONS.get(verdict["action"], verdict["action"])
         action = words if words == verdict["action"] else f"{words} ({verdict['action']})"
         _diagnosis_field("do", f"{action}; as a rule: {remedy}")
-    for one in [one for one in value["alternatives"] if one["confidence"] >= MIN_SHOWN]:
+    for one in [one for one in value["alternatives"] if one["confidence"] >= LEAST_SHOWN]:
         _diagnosis_field("or", f"{one['failure_class']} ({one['confidence']:.0%})")
     if value["symptoms"]:
         _diagnosis_field("symptoms", ", ".join(value["symptoms"]))
@@ -554,7 +552,7 @@ def _flight(report: dict[str, Any] | None, shown: set[str]) -> None:
         click.echo(f"flight recorder: {report['why']}")
         return
     seq = f" {report['collective_seq']}" if report["collective_seq"] is not None else ""
-    who = rank_list(report["culprit_ranks"]) if report["culprit_ranks"] else "nobody to name"
+    who = rank_list(report["culprit_ranks"]) if report["culprit_ranks"] else "no rank can be named"
     click.echo(f"flight recorder: {report['kind']}, {who}, collective{seq} of {report['process_group']}")
     if not shown:
         click.echo(f"  {clean_line(report['why'], SHOWN)}")
@@ -572,19 +570,19 @@ NAMED: Final = 3
 
 def nagios_line(answer: CheckAnswer) -> str:
     """`CRITICAL: 2 of 61 checks: gpu_ecc_uncorrected 0000:c1:00: 3 more; ...`"""
-    bad = [one for one in not_healthy(answer) if one.check_state.status == "unhealthy"]
+    bad = answer.unhealthy
     total = len({one.row.check.id for one in answer.seen})
-    word = WORDS[answer.exit_code]
+    word = answer.word
     unseen = ""
     if answer.flaws:
         more = f" (and {len(answer.flaws) - 1} more)" if len(answer.flaws) > 1 else ""
-        unseen = f"not everything could be looked at: {answer.flaws[0]}{more}"
+        unseen = f"not everything could be checked: {answer.flaws[0]}{more}"
     if not bad and unseen:
         return f"{word}: {unseen}"
     if not bad:
         well = len({one.row.check.id for one in answer.seen if one.check_state.status == "healthy"})
         return f"{word}: {well} of {total} checks are healthy, none is unhealthy"
-    named = "; ".join(f"{check_name(one)}: {check_text(one)}" for one in bad[:NAMED])
+    named = "; ".join(f"{one.name}: {one.text}" for one in bad[:NAMED])
     more = f"; and {len(bad) - NAMED} more" if len(bad) > NAMED else ""
     return f"{word}: {len({one.row.check.id for one in bad})} of {total} checks: {named}{more}" + (
         f"; {unseen}" if unseen else ""
@@ -593,13 +591,10 @@ def nagios_line(answer: CheckAnswer) -> str:
 
 def check(answer: CheckAnswer, *, everything: bool) -> None:
     """One line first, as Nagios reads it; then what is not well, or everything; then how much of what there is."""
-    _coloured(WORDS[answer.exit_code], nagios_line(answer))
-    unhealthy = [one for one in not_healthy(answer) if one.check_state.status == "unhealthy"]
-    for one in unhealthy:
-        _coloured(
-            one.check_state.level.upper(),
-            _check_line(one.check_state.level.upper(), one, f"  [{failure_class_of(one.row)}]"),
-        )
+    _coloured(answer.word, nagios_line(answer))
+    for one in answer.unhealthy:
+        word = one.word.upper()
+        _coloured(word, _check_line(word, one, f"  [{one.row.failure_class}]"))
     if everything:
         for one in answer.seen:
             if one.check_state.status != "unhealthy":
@@ -613,8 +608,8 @@ def check(answer: CheckAnswer, *, everything: bool) -> None:
 
 
 def _check_line(word: str, one: AnsweredCheck, tail: str = "") -> str:
-    text = check_text(one)
-    return f"{word:<8}  {check_name(one)}" + (f": {text}" if text else "") + tail
+    text = one.text
+    return f"{word:<8}  {one.name}" + (f": {text}" if text else "") + tail
 
 
 def _unknown_checks(answer: CheckAnswer) -> dict[str, list[str]]:
@@ -623,7 +618,7 @@ def _unknown_checks(answer: CheckAnswer) -> dict[str, list[str]]:
     for one in answer.seen:
         if one.check_state.status == "unknown":
             checks = reasons.setdefault(one.check_state.result.text or "no reason given", {})
-            checks.setdefault(one.row.check.id, []).append(check_name(one))
+            checks.setdefault(one.row.check.id, []).append(one.name)
     return {
         text: _some(
             [found[0] if len(found) == 1 else f"{check} ({len(found)} devices)" for check, found in checks.items()]
@@ -637,10 +632,7 @@ def _some(names: list[str]) -> list[str]:
 
 
 def _check_summary(answer: CheckAnswer) -> str:
-    counts = Counter(
-        one.check_state.level if one.check_state.status == "unhealthy" else one.check_state.status
-        for one in answer.seen
-    )
+    counts = Counter(one.word for one in answer.seen)
     parts = [
         f"{counts[key]} {key.replace('_', ' ')}"
         for key in ("critical", "warning", "healthy", "unknown", "not_applicable")
@@ -648,12 +640,12 @@ def _check_summary(answer: CheckAnswer) -> str:
     ]
     checks = len({one.row.check.id for one in answer.seen})
     whence = {
-        "agent": f"by its agent, {max(0.0, time.time() - answer.at):.0f} s ago; --fresh looks now",
+        "agent": f"by its agent, {max(0.0, time.time() - answer.at):.0f} s ago; --fresh checks now",
         "root": "a captured tree",
     }
     return (
         f"{checks} checks of {answer.node or '?'}, {len(answer.seen)} results "
-        f"({whence.get(answer.source, 'looked just now')}): {', '.join(parts)}"
+        f"({whence.get(answer.source, 'checked just now')}): {', '.join(parts)}"
     )
 
 

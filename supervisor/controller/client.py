@@ -150,7 +150,7 @@ def _token_in(path: Path, *, shared: bool) -> str:
     if not token:
         raise ControllerUnusable(f"the token file {path} is empty")
     if not token.isascii() or not token.isprintable() or len(token) == SECRET_BYTES:
-        raise ControllerUnusable(f"the token file {path} holds no token of a job")
+        raise ControllerUnusable(f"the token file {path} does not hold a job's token")
     return token
 
 
@@ -231,7 +231,7 @@ class ControllerClient:
                 raise ControllerSilent(self._no_answer(error)) from None
         if not equal(proof, self._secret.answer_proof(exchange, status, content)):
             raise ControllerSilent(
-                f"the answer from {self.address} is not the controller's: somebody stands in between"
+                f"the answer from {self.address} is not signed by the controller: another program answers in its place"
             )
         answer = _object(content)
         if status != 200:
@@ -304,7 +304,7 @@ class ControllerClient:
         answer = _object(content)
         if status == NOT_PROVEN and "error" in answer:
             raise ControllerUnusable(
-                f"the controller at {self.address} is of another version: use the same `unbroken` here"
+                f"the controller at {self.address} is of another version: use the same version of unbroken here"
             )
         try:
             return exchange_of(answer, nonce, self._secret)

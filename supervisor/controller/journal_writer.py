@@ -137,7 +137,7 @@ class JournalWriter:
     async def _patiently(self, write: asyncio.Future[int]) -> int:
         done, _ = await asyncio.wait({write}, timeout=STALL_S)
         if not done:
-            self._stalled(f"{self.journal.path}: a write takes over {STALL_S:.0f} s")
+            self._stalled(f"{self.journal.path}: a write takes more than {STALL_S:.0f} s")
         while not write.done() and not self.given_up:
             hurry = asyncio.ensure_future(self._hurry.wait())
             either: set[asyncio.Future[Any]] = {write, hurry}
@@ -147,7 +147,7 @@ class JournalWriter:
         if not write.done():
             self._hung = write
             write.add_done_callback(lambda one: one.cancelled() or one.exception())
-            raise OSError(f"a write takes over {STALL_S:.0f} s")
+            raise OSError(f"a write takes more than {STALL_S:.0f} s")
         return write.result()
 
     def _stalled(self, why: str) -> None:

@@ -493,9 +493,11 @@ class Listener:
 
     def _accept_later(self, listening: socket.socket, error: OSError) -> None:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-            log.warning("a connection could not be taken: %s", error.strerror)
+            log.warning("a connection could not be accepted: %s", error.strerror)
             return
-        log.warning("no connection can be taken: %s; the oldest that has proven nothing ends", error.strerror)
+        log.warning(
+            "no connection can be accepted: %s; the oldest without proof of the token is closed", error.strerror
+        )
         self._make_room()
         loop = asyncio.get_running_loop()
         loop.remove_reader(listening.fileno())
@@ -539,5 +541,5 @@ class Listener:
                 agent.look(now)
             timed_out = self._unproven.timed_out(now)
             if timed_out:
-                log.info("%d connections ended that had proven nothing in time", len(timed_out))
+                log.info("%d connections were closed: they did not prove the job's token in time", len(timed_out))
             self._limit(timed_out)

@@ -536,7 +536,7 @@ class ControlLoop:
             for task in done:
                 task.result()
         except Superseded as error:
-            log.warning("%s: it ends here", error)
+            log.warning("%s: this controller ends", error)
             self.superseded = True
         finally:
             for task in tasks:
@@ -617,7 +617,7 @@ class ControlLoop:
                 self._observe(self.watch.tick, "tick")
                 self._give_up_unheard(now - self._began)
             if not self._known_nodes.specs and now - self._last_heard > LONELY_S:
-                log.warning("no agent came within %.0f s: nothing to do here", LONELY_S)
+                log.warning("no agent connected within %.0f s: the controller ends", LONELY_S)
                 return
 
     def _give_up_unheard(self, after_s: float) -> None:

@@ -112,7 +112,7 @@ def _whole_token(path: Path) -> str:
     deadline = time.monotonic() + 2.0
     while not (token := read_token(path)):
         if time.monotonic() > deadline:
-            raise OSError(f"{path} is empty: remove it, a new token is made then")
+            raise OSError(f"{path} is empty: remove it, then a new token is made")
         time.sleep(0.01)  # somebody else is writing it just now
     return token
 

@@ -222,7 +222,14 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
                 told = {"kind": "note", "text": text, "incident": note.incident, "loud": note.loud}
                 rows.append({**row, **told, "detail": False})
         if step.decided is not None and step.decided.error:
-            rows.append({**row, "kind": "failure", "text": f"our own fault: {step.decided.error}", "detail": False})
+            rows.append(
+                {
+                    **row,
+                    "kind": "failure",
+                    "text": f"an error in unbroken itself: {step.decided.error}",
+                    "detail": False,
+                }
+            )
     return rows
 
 
@@ -266,7 +273,7 @@ def tell(event: AnyEvent) -> tuple[str, bool]:
         case RankEnded():
             return f"rank {event.exit.rank} on {event.node} {_ending(event)}", False
         case RanksStopped():
-            return f"{_ranks(event.ranks)} on {event.node} ended by us", True
+            return f"{_ranks(event.ranks)} on {event.node}ended by unbroken", True
         case LauncherEnded():
             return f"launcher of {event.node} ended: {event.how}", False
         case _:
@@ -293,17 +300,17 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
             return text, all(one.severity == "warning" for one in event.findings)
         case PaceLearned():
             learned = ", ".join(f"{phase} {longest:.1f} s" for phase, longest in event.longest_s.items())
-            return f"longest honest pauses: {learned}", True
+            return f"longest pauses of a healthy run: {learned}", True
         case CheckpointsSeen():
             newest = event.checkpoints[0] if event.checkpoints else None
             return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
         case StragglersSeen():
-            return slow_text(event) if event.ranks else "no rank holds the others up any more", True
+            return slow_text(event) if event.ranks else "no rank slows the others down any more", True
         case SpaceSeen():
-            return f"{event.node}: {'; '.join(event.full) or 'there is room on its disks'}", True
+            return f"{event.node}: {'; '.join(event.full) or 'there is enough disk space'}", True
         case NumbersSeen():
             step = "" if event.step is None else f" at step {event.step}"
-            return f"the loss is {'no number' if event.bad else 'a number again'}{step}", True
+            return f"the loss is {'NaN or infinite' if event.bad else 'a number again'}{step}", True
         case VersionsCompared():
             return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
         case StopRequested():
@@ -333,7 +340,7 @@ def _tell_more(event: AnyEvent) -> tuple[str, bool]:
 def _ending(event: RankEnded) -> str:
     end = event.exit
     how = f"was killed by signal {end.signal}" if end.signal is not None else f"ended with code {end.code}"
-    return how + (" (by us)" if end.stopped_by_us else "")
+    return how + (" (by unbroken)" if end.stopped_by_us else "")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -536,7 +543,7 @@ def _consequences(
                 f"start the job again without {_names(action.exclude)}" if action.kind == "requeue" else "the job"
             )
             reason = f" ({action.reason})" if action.reason else ""
-            told.append(f"{job.spec.scheduler} would be told: {action.kind} {about}{reason}")
+            told.append(f"{job.spec.scheduler} would be asked: {action.kind} {about}{reason}")
     if not told:  # what the job itself says, but for the line that repeats the command
         told += [text_of(action) for action in actions[1:] if isinstance(action, Note)]
     return told

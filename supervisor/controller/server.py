@@ -202,7 +202,7 @@ class Server:
     async def _challenge(self, request: web.Request) -> web.Response:
         nonce = request.headers.get(CHALLENGE_HEADER, "")
         if not is_nonce(nonce):
-            return _problem(400, f"header {CHALLENGE_HEADER}: 32 hexadecimal digits, never used before")
+            return _problem(400, f"header {CHALLENGE_HEADER}: 32 hexadecimal digits that were never used before")
         return _answer(self._authenticator.answer(nonce, time.monotonic()))
 
     async def _agent(self, _: web.Request) -> web.Response:
@@ -236,7 +236,7 @@ class Server:
             async with timeout(limit_s):
                 await self._scraped.wait()
         except asyncio.TimeoutError:
-            log.info("nobody scraped the end of the job")
+            log.info("nobody read the metrics of the job's end")
 
     async def _view(self, request: web.Request) -> web.Response:
         return _answer(await asyncio.to_thread(self._service.view(request.match_info["view"])))

@@ -516,13 +516,13 @@ class Job:
     def _node_lost(self, event: m.NodeLost) -> Wants:
         node = self.nodes.get(event.node)
         if node is not None and node.present:
-            yield from self._lose([node], f"no word from it for {event.silent_s:.0f} s", event.silent_s)
+            yield from self._lose([node], f"no heartbeat for {event.silent_s:.0f} s", event.silent_s)
 
     def _nodes_lost(self, event: m.NodesLost) -> Wants:
         known = (self.nodes.get(name) for name in event.nodes)
         present = [node for node in known if node is not None and node.present]
         if present:
-            yield from self._lose(present, f"no word for {event.silent_s:.0f} s", event.silent_s)
+            yield from self._lose(present, f"no heartbeat for {event.silent_s:.0f} s", event.silent_s)
 
     def _stop_requested(self, event: m.StopRequested) -> Wants:
         """A front that was killed takes its node's ranks along: with other nodes there, that node is lost."""

@@ -216,7 +216,7 @@ class Operator:
         if not name:
             yield _refuse("needs_a_node", command="cordon")
             return
-        reason, by = event.reason or "an operator's order", event.by or "operator"
+        reason, by = event.reason or "an operator's command", event.by or "operator"
         if not self._scheduler.was_ever_ours(name):
             yield note("node_unknown", loud=True, unknown_node=True, node=name)
         cordon = Cordon(node=name, gpu=gpu, reason=reason, by=by, at=self._core.now)

@@ -121,7 +121,7 @@ class MetricsPort:
                     await self._writing
                 await asyncio.to_thread(self._target.remove)
         except (asyncio.TimeoutError, RuntimeError):
-            log.warning("%s stays behind: its file system does not answer", self._target.path)
+            log.warning("%s cannot be removed: its file system does not answer", self._target.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open[writer] = None

@@ -85,7 +85,7 @@ class TargetFile:
             try:
                 _put(path, data)
             except OSError as error:
-                log.warning("Prometheus cannot be told of this %s: %s", self._role, error)
+                log.warning("the file that tells Prometheus of this %s cannot be written: %s", self._role, error)
                 continue
             self.path = path
             return True
@@ -152,4 +152,4 @@ def _unlink(path: Path) -> None:
     except (NotADirectoryError, PermissionError):
         pass  # another user's: their next job removes it
     except OSError as error:
-        log.warning("%s stays behind: %s", path, error)
+        log.warning("%s cannot be removed: %s", path, error)

@@ -17,7 +17,19 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from diagnosis.health import OK, UNKNOWN, Check, CheckResult, CheckState, exit_code, not_applicable, settle, unknown
+from diagnosis.health import (
+    CRITICAL,
+    OK,
+    UNKNOWN,
+    WARNING,
+    Check,
+    CheckResult,
+    CheckState,
+    exit_code,
+    not_applicable,
+    settle,
+    unknown,
+)
 from diagnosis.signals import Frozen, clean_text
 from supervisor.errors import CheckRefused, TreeNotFound
 from supervisor.node_health import contract, health_file
@@ -42,6 +54,10 @@ class CheckRow(NamedTuple):
     """Its probe worker."""
     deadline_s: float
     """A look of its probe must not take longer."""
+
+    @property
+    def failure_class(self) -> str:
+        return str(getattr(self.check.failure_class, "value", self.check.failure_class))
 
 
 class Options(Frozen, frozen=True, kw_only=True):
@@ -343,6 +359,21 @@ class AnsweredCheck(NamedTuple):
     row: CheckRow
     check_state: CheckState
 
+    @property
+    def name(self) -> str:
+        return f"{self.row.check.id} {self.check_state.result.device}".rstrip()
+
+    @property
+    def text(self) -> str:
+        """Without the device in front, which `name` has."""
+        result = self.check_state.result
+        return result.text.removeprefix(f"{result.device}: ") if result.device else result.text
+
+    @property
+    def word(self) -> str:
+        """`critical`, `warning`, else the status."""
+        return self.check_state.level if self.check_state.status == "unhealthy" else self.check_state.status
+
 
 class CheckAnswer(NamedTuple):
     """At least one `AnsweredCheck` for each check that was asked for, in the order of the table."""
@@ -362,6 +393,15 @@ class CheckAnswer(NamedTuple):
     def exit_code(self) -> int:
         code = exit_code([(one.check_state.status, one.check_state.level) for one in self.seen])
         return UNKNOWN if self.flaws and code == OK else code
+
+    @property
+    def word(self) -> str:
+        return {OK: "OK", WARNING: "WARNING", CRITICAL: "CRITICAL", UNKNOWN: "UNKNOWN"}[self.exit_code]
+
+    @property
+    def unhealthy(self) -> list[AnsweredCheck]:
+        """What is critical, then what is a warning."""
+        return [one for word in ("critical", "warning") for one in self.seen if one.word == word]
 
 
 def answer(rows: Mapping[str, CheckRow], options: Options, not_loaded: Sequence[str] = ()) -> CheckAnswer:

@@ -93,7 +93,7 @@ class EndpointClient:
                     text = await self._post(session, question, with_schema=False)
             except _Refused as refused:
                 why = str(refused).replace(key, HIDDEN) if key else str(refused)
-                raise ModelUnavailable(f"the endpoint answers {refused.status}: {why or 'no word why'}") from None
+                raise ModelUnavailable(f"the endpoint answers {refused.status}: {why or 'without a reason'}") from None
         return ModelAnswer(text.replace(key, HIDDEN) if key else text, len(question.lines), self._model)
 
     async def _key(self) -> str:
@@ -140,7 +140,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     async for chunk in response.content.iter_any():
         content += chunk
         if len(content) > RESPONSE_BYTES:
-            raise ModelUnavailable("the endpoint says too much")
+            raise ModelUnavailable("the endpoint's answer is too long")
     return content
 
 

@@ -107,13 +107,13 @@ async def _converse(process: asyncio.subprocess.Process, request: bytes) -> Proc
         while chunk := await process.stdout.read(ANSWER_BYTES):
             answer += chunk
             if len(answer) > ANSWER_BYTES:
-                raise ModelUnavailable("its process says too much")
+                raise ModelUnavailable("its process wrote too much")
         try:
             return msgspec.json.decode(answer, type=ProcessAnswer)
         except msgspec.DecodeError:
             words = (await errors).decode(errors="replace").strip().rpartition("\n")[2]
             how = f"ended with {await process.wait()}"
-            raise ModelUnavailable(f"its process {how}: {clean_line(words, 150) or 'no word from it'}") from None
+            raise ModelUnavailable(f"its process {how}: {clean_line(words, 150) or 'it wrote no error'}") from None
     finally:
         errors.cancel()
 

@@ -125,7 +125,7 @@ class AnswerForm:
         """Ids of the tokens that may come next. Raises CannotAnswer when the vocabulary has none."""
         found = self._possible()
         if not found:
-            raise CannotAnswer("the model's vocabulary cannot write the answer's form")
+            raise CannotAnswer("the model's vocabulary cannot form the answer")
         return found
 
     def _possible(self) -> list[int]:

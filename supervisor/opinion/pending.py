@@ -113,7 +113,7 @@ def check(job_dir: Path, rule: Mapping[str, Any]) -> None:
             _try_hard(rule)
             rules.packaged().with_site([*in_use, rule])
     except TimeoutError:
-        why = "its regex takes for ever on some lines (a repeat within a repeat?)"
+        why = "its regex takes too long on some lines: it may have a repeat within a repeat"
         raise ConfigError(f"{job_dir / NAME}: rule.{clean_line(str(rule['id']), 60)}: {why}") from None
     except (ValueError, TypeError, AttributeError, re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"{job_dir / NAME}: {clean_line(str(error), 300)}") from None
@@ -149,7 +149,7 @@ def find(job_dir: Path, name: str) -> dict[str, Any]:
     for one in rows:
         if one["id"] == name:
             return one
-    raise RuleNotFound(f"no rule {name} waits; there is: {', '.join(names(job_dir)) or 'none'}")
+    raise RuleNotFound(f"no rule {name} waits; rules that wait: {', '.join(names(job_dir)) or 'none'}")
 
 
 def _drop(job_dir: Path, name: str) -> None:

@@ -506,7 +506,7 @@ class ServiceProcess:
             lines = self._log.read_bytes()[-4096:].decode(errors="replace").split("\n") if self._log else []
         except OSError:
             lines = []
-        return next((line.strip() for line in reversed(lines) if line.strip()), "no word from it")[:300]
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")[:300]
 
     def end(self, patience_s: float, *, polite: bool = True) -> None:
         """Wait for its own end, then end it: SIGTERM and a second, if `polite`, then SIGKILL with all its group."""

@@ -502,7 +502,7 @@ def take_local_folder(name: str, job_dir: Path, node: str) -> LocalFolder:
         _own(folder.parent)
         lock = _lock(folder, LOCK_WAIT_S)
         if lock is None:
-            raise LaunchRefused(f"this job runs already on this node ({folder}): give --name or --node-name")
+            raise LaunchRefused(f"this job already runs on this node ({folder}): give --name or --node-name")
         try:
             if folder.exists():
                 previous = folder.with_name(f"{folder.name}{PREVIOUS}")

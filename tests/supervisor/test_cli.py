@@ -254,7 +254,7 @@ def test_a_cordon_is_asked_about_only_where_it_interrupts(live: Path) -> None:
 
 def test_without_a_model_asking_says_so(live: Path) -> None:
     assert "model" in unbroken("why", "last", "--ask", cwd=live, code=1)
-    assert "there is: i-1" in unbroken("why", "i-9", "--ask", cwd=live, code=66)
+    assert "known incidents: i-1" in unbroken("why", "i-9", "--ask", cwd=live, code=66)
 
 
 def test_a_job_is_found_by_its_id_in_slurm(job: Path, tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:
     assert "there is no job folder" in unbroken("status", "--job-dir", "nowhere", cwd=empty, code=66)
     assert "cannot be read: " in unbroken("status", "--job-dir", "n" * 300, cwd=empty, code=66)
     assert "is not a job folder" in unbroken("status", "--job-dir", str(empty), cwd=job, code=66)
-    assert "there is: i-1" in unbroken("why", "i-9", cwd=job, code=66)
+    assert "known incidents: i-1" in unbroken("why", "i-9", cwd=job, code=66)
     assert "Nothing was done" in unbroken("pause", cwd=job, code=69)
     (empty / "unbroken.toml").write_text("[run]\nspare = 1\n")
     assert "did you mean run.spares" in unbroken("config", cwd=empty, code=78)

@@ -142,14 +142,14 @@ def test_a_probe_that_raises_leaves_the_node_unknown(check: Check, plug_in: Plug
     why = check("--only", "raising", "--json", env=env).answer["problems"][0]
     assert re.search(r"raising: ValueError: of ours \(.*\.py:\d+\)$", why)
     done = check("--only", "raising", "--only", "memory_available", env=env)
-    first = f"UNKNOWN: not everything could be looked at: {why}"
+    first = f"UNKNOWN: not everything could be checked: {why}"
     assert (done.code, done.out.splitlines()[0]) == (3, first)
     answer = check("--only", "raising", "--only", "memory_available", "--json", env=env).answer
     assert (answer["status"], answer["problems"]) == ("unknown", [why])
     worse = check("--only", "raising", "--only", "broken_fan", env=env)
     assert (worse.code, worse.out.splitlines()[0]) == (
         1,
-        f"WARNING: 1 of 3 checks: broken_fan: slow; not everything could be looked at: {why}",
+        f"WARNING: 1 of 3 checks: broken_fan: slow; not everything could be checked: {why}",
     )
     allowed = check("--only", "broken_none", "--only", "memory_available", env=env)
     assert allowed.code == 0, "what only root may read is no fault of ours"

@@ -51,7 +51,7 @@ def test_a_token_file_that_holds_something_else(job: Path, content: bytes) -> No
     token = job / "other"
     token.write_bytes(content)
     done = unbroken("pause", "--job-dir", job, "--controller", "127.0.0.1:1", "--token-file", token)
-    assert (done.exit_code, "holds no token of a job. Nothing was done" in done.output) == (69, True)
+    assert (done.exit_code, "does not hold a job's token. Nothing was done" in done.output) == (69, True)
 
 
 def test_a_device_is_no_token_file(job: Path) -> None:

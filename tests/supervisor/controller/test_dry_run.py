@@ -49,7 +49,7 @@ def test_a_cordon_tells_the_scheduler_and_leaves_a_running_attempt_alone(ask: An
     found = ask("cordon", "b")
     assert not found["interrupts"]
     assert (found["scheduler"][0]["node"], found["drains"], found["unknown_node"]) == ("b", ["b"], False)
-    assert "slurm would be told: drain b (unbroken: operator job=7 by=ann" in found["would"]
+    assert "slurm would be asked: drain b (unbroken: operator job=7 by=ann" in found["would"]
 
 
 def test_a_drain_that_a_pause_holds_back_is_one_all_the_same(ask: Any) -> None:

@@ -97,7 +97,7 @@ def test_status_says_until_when_a_job_waits_and_who_cordoned(running: Any) -> No
     assert said(driver).startswith("nothing waits for approval; the job waits for an operator: the plan was rejected")
     driver.order("cordon", "a")
     (node,) = driver.job.view().nodes
-    assert node.why == "an operator's order (by ann)"
+    assert node.why == "an operator's command (by ann)"
 
 
 def test_culprits_that_ranks_name_by_address_are_named_as_nodes(make_driver: Any) -> None:
@@ -141,16 +141,16 @@ def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> Non
     for gpu in ("0", "3"):
         driver.order("cordon", f"b/{gpu}")
     driver.order("uncordon", "b/7")
-    assert said(driver) == "b/7 is not cordoned; b/0 is (an operator's order)"
+    assert said(driver) == "b/7 is not cordoned; b/0 is (an operator's command)"
     driver.order("uncordon", "b/0")
-    assert said(driver) == "b is still not used: b/3 is cordoned (an operator's order)"
+    assert said(driver) == "b is still not used: b/3 is cordoned (an operator's command)"
     assert [(cordon.node, cordon.gpu) for cordon in driver.job.nodes.cordons.all(driver.now)] == [("b", "3")]
     driver.order("uncordon", "b/3")
     assert "slurm is asked to give b back" in said(driver)
     assert driver.job.nodes.cordons.all(driver.now) == ()
     driver.order("cordon", "b")
     driver.order("uncordon", "b/3")
-    assert said(driver) == "b/3 is not cordoned; b is (an operator's order)"
+    assert said(driver) == "b/3 is not cordoned; b is (an operator's command)"
     driver.order("uncordon", "b")
     driver.order("uncordon", "b/3")
     assert said(driver) == "b/3 is not cordoned; the node is not cordoned either"

@@ -166,10 +166,10 @@ def test_what_a_controller_refuses_is_not_done(tmp_path: Path) -> None:
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
     with pytest.raises(UnbrokenError, match="--job-dir"):
         decide(None)
-    with pytest.raises(UnbrokenError, match="no rule rule-i-1 waits; there is: none"):
+    with pytest.raises(UnbrokenError, match="no rule rule-i-1 waits; rules that wait: none"):
         decide(tmp_path)
     pending.add(tmp_path, proposed())
-    with pytest.raises(UnbrokenError, match="there is: rule-i-1"):
+    with pytest.raises(UnbrokenError, match="wait: rule-i-1"):
         decide(tmp_path, name="rule-i-5")
     os.mkdir(tmp_path / "rules.toml")
     with pytest.raises(UnbrokenError):
