@@ -218,7 +218,7 @@ def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_t
     assert time.monotonic() - began < 40
     assert f"hangs: it is process {found.pid} on " in said
     assert "Nothing was done" in said
-    assert "what follows is read from the journal" in would
+    assert "What follows is read from the journal" in would
     assert "the job would end" in would
     assert read("status", cwd=live)["outcome"] is None
 
@@ -267,7 +267,7 @@ def test_a_job_is_found_by_its_id_in_slurm(job: Path, tmp_path: Path) -> None:
     assert "4711" in unbroken("status", "--job", "4711", cwd=elsewhere, code=66), (
         "Slurm does not know it, or is not there"
     )
-    assert "each name a job" in unbroken("pause", "--job", "4711", "--job-dir", "4711", cwd=job, code=2)
+    assert "both name a job" in unbroken("pause", "--job", "4711", "--job-dir", "4711", cwd=job, code=2)
 
 
 def test_watch_ends_with_the_job(live: Path) -> None:

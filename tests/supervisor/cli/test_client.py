@@ -184,7 +184,7 @@ def test_one_that_does_not_know_the_token_is_asked_nothing(stranger: Callable[..
 def test_an_answer_that_is_not_signed_is_none(stranger: Callable[..., Stranger], forged: bytes) -> None:
     """Somebody between the two: the order may have come through, and its answer may be another's."""
     other = stranger(Controller().proof, http_answer(forged))
-    with pytest.raises(ControllerSilent, match="not the controller's"):
+    with pytest.raises(ControllerSilent, match="not signed by the controller"):
         ControllerClient(other.address, "token").command(OperatorCommand(at=0.0, command="pause", by="me"))
 
 

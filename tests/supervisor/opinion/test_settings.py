@@ -48,11 +48,11 @@ def test_they_reach_the_controller(cwd: Path, values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"backend": "transformers"}, "needs the folder"),
+        ({"backend": "transformers"}, "must be the folder"),
         ({"backend": "endpoint", "model": "m"}, "expected something like"),
         ({"backend": "endpoint", "model": "m", "url": "ftp://x/v1"}, "expected something like"),
         ({"backend": "endpoint", "model": "m", "url": "https://x:port/v1"}, "cannot be used"),
-        ({"backend": "endpoint", "url": "https://x/v1"}, "which of"),
+        ({"backend": "endpoint", "url": "https://x/v1"}, "name one of"),
         ({"backend": "endpoint", "model": "m", "url": "https://me:pa55word@x/v1"}, "name or password"),
         ({"backend": "endpoint", "model": "m", "url": "http://far/v1", "key_file": "key"}, "https only"),
     ],
