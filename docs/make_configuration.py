@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from supervisor.cli.render import setting
-from supervisor.config import ENVIRONMENT, FLAGS, OTHER_VARIABLES, PASSED_ON, Knob, knobs
+from supervisor.config import ENVIRONMENT, FLAGS, OTHER_VARIABLES, Knob, knobs
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -112,8 +112,8 @@ No file sets these:
 """
 
 END = """
-`unbroken run` passes these settings on to the controller and the agent of the node in their environment, because each is a process of
-its own: {passed_on}. All others are in `node.json` of the local folder, or on the controller's command line.
+`unbroken run` writes the node's settings, with absolute paths, to `node.json` of the local folder. The agent and the controller of the node read
+them there.
 
 What a site says about its nodes for all jobs has a file of its own: [the site file](runbook.md#the-site-file).
 """
@@ -135,7 +135,7 @@ def page() -> str:
         text += "| key | flag | variable | default | scope | |\n| --- | --- | --- | --- | --- | --- |\n"
         text += "".join(row(knob) for key, knob in knobs().items() if key.partition(".")[0] == table)
     text += TAIL + "".join(f"| `{name}` | {who} | {what} |\n" for name, (who, what) in OTHER_VARIABLES.items())
-    return text + END.format(passed_on=", ".join(f"`{key}`" for key in PASSED_ON))
+    return text + END
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,8 @@ from diagnosis.text import redact
 from recovery.cordon import DRAIN_FOLDER
 from recovery.policy import Mode
 from supervisor.errors import ConfigError
-from supervisor.files import open_regular, write_atomically
+from supervisor.files import open_regular, read_own, write_atomically
+from supervisor.messages import JobSpec
 from supervisor.node_health.contract import Expect, Site
 
 log = logging.getLogger("unbroken.config")
@@ -255,13 +257,11 @@ ENVIRONMENT = {
     "opinion.timeout_s": "UNBROKEN_OPINION_TIMEOUT_S",
 }
 """Key -> its variable. Of other variables see `OTHER_VARIABLES`."""
-PASSED_ON = tuple(
-    key for key in ENVIRONMENT if key.startswith(("controller.tls_", "metrics.", "opinion.")) or key == "run.site_file"
-)
-"""What the controller and the agent of a node read from their environment, because each is a process of its own. All
-else reaches them in `node.json` and on the controller's command line."""
-PATHS = ("controller.tls_cert", "controller.tls_key", "controller.tls_ca", "metrics.targets_dir", "opinion.key_file")
-"""Those of them that are paths: they are passed on as absolute ones, for our processes run in other folders."""
+PATHS = (
+    "run.token_file", "run.kernel_log", "run.site_file", "controller.tls_cert", "controller.tls_key",
+    "controller.tls_ca", "metrics.targets_dir", "opinion.key_file", "opinion.model",
+)  # fmt: skip
+"""Files and folders (`opinion.model` may also be a model's name at an endpoint)."""
 OTHER_VARIABLES = {
     "UNBROKEN_CONFIG": ("you", "a second file of settings"),
     "UNBROKEN_LOCAL_DIR": ("you", "the local folder; default `${TMPDIR:-/tmp}/unbroken-<uid>`"),
@@ -362,33 +362,14 @@ def load_here(flags: Mapping[str, object] | None = None) -> Loaded:
     return load(flags or {}, os.environ, Path.cwd())
 
 
-def exported(settings: Settings, cwd: Path) -> dict[str, str]:
-    """The variables by which the controller and the agent of this node get what is `PASSED_ON`."""
-    found = {}
-    for key in PASSED_ON:
+def absolute(settings: Settings, cwd: Path) -> Settings:
+    """The same with absolute paths: the controller and the agent run in other folders than the user."""
+    tables = msgspec.to_builtins(settings)
+    for key in PATHS:
         table, _, name = key.partition(".")
-        value = str(getattr(getattr(settings, table), name))
-        is_path = key in PATHS or (key == "opinion.model" and settings.opinion.backend == "transformers")
-        found[ENVIRONMENT[key]] = str(cwd / value) if is_path and value else value
-    return found
-
-
-def received(environment: Mapping[str, str]) -> Settings:
-    """The settings that `exported` passed on. A value that cannot be used is logged and has its default: an agent or a
-    controller that was started by hand goes on without."""
-    tree: dict[str, dict[str, object]] = {}
-    for key in PASSED_ON:
-        variable = ENVIRONMENT[key]
-        if not environment.get(variable):
-            continue
-        table, _, name = key.partition(".")
-        try:
-            value = _checked(key, environment[variable], f"the environment ({variable})", strict=False)
-        except ConfigError as error:
-            log.warning("%s; the default is used", error)
-        else:
-            tree.setdefault(table, {})[name] = value
-    return msgspec.convert(tree, Settings)
+        if tables[table][name] and (key != "opinion.model" or settings.opinion.backend == "transformers"):
+            tables[table][name] = str(cwd / tables[table][name])
+    return msgspec.convert(tables, Settings)
 
 
 def _files(environment: Mapping[str, str], cwd: Path) -> list[Path]:
@@ -493,6 +474,56 @@ def _is_own(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+# ----- what a node runs -----
+
+
+class NodePlan(Frozen, frozen=True, kw_only=True):
+    """What this node runs: written by the front to `node.json`, read by its agent and controller."""
+
+    node: str
+    job_dir: str
+    local_dir: str
+    spec: JobSpec
+    launcher_argv: tuple[str, ...]
+    """Arguments of torchrun (without `torchrun` itself), rewritten for us."""
+    launcher_env: dict[str, str] = {}
+    """Variables for the launcher on top of the front's environment."""
+    python: str
+    """The training environment's interpreter."""
+    cwd: str
+    front_pid: int
+    front_start_time: int
+    """Field 22 of /proc/PID/stat, clock ticks after boot: with the pid it names a process for good."""
+    run: str = ""
+    """A random name for this `unbroken run`: process ids mean nothing in another container."""
+    index: int | None = msgspec.field(default=None, name="order")
+    """The node's number in the job, from 0 on; None where it is not known."""
+    spare: bool = False
+    scheduler_node: str = ""
+    """What the scheduler calls this node; empty: as `node`."""
+    settings: Settings = Settings()
+    """Of this node, with absolute paths. Those that count for the whole job are in `spec`, too: it is journalled."""
+
+
+def read_plan(path: Path) -> NodePlan:
+    """Raises OSError and msgspec.DecodeError."""
+    data = read_own(path)
+    content = msgspec.json.decode(data)
+    if "settings" not in content:  # of a front of an older version that still runs
+        names = ("controller", "token_file", "kernel_log", "site_file")
+        old = {name: content[name] for name in names if name in content}
+        old["restart_args"] = shlex.join(content.get("restart_args", ()))
+        settings = received(os.environ)
+        run = msgspec.structs.replace(settings.run, **old)
+        data = msgspec.json.encode({**content, "settings": msgspec.structs.replace(settings, run=run)})
+    return msgspec.json.decode(data, type=NodePlan)
+
+
+def received(environment: Mapping[str, str]) -> Settings:
+    """The settings of a daemon that has none in a `node.json`: by its environment alone, in whatever folder it runs."""
+    return load({}, {**environment, "UNBROKEN_CONFIG": ""}, Path(os.devnull)).settings
 
 
 # ----- the site file -----

@@ -1,4 +1,4 @@
-"""What one node runs (the plan that the front writes for keeper and agent), and where the node's files are."""
+"""Where the files of a node and of a job are, and what some of them hold."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import msgspec
 
 from diagnosis.signals import Frozen
 from supervisor.files import start_time, write_atomically
-from supervisor.messages import JobSpec
 
-__all__ = ["JOBS", "LocalPaths", "NodePlan", "local_dir", "start_time", "write_atomically"]
+__all__ = ["JOBS", "LocalPaths", "local_dir", "start_time", "write_atomically"]
 
 
 JOBS: Final = "unbroken-jobs"
@@ -27,42 +26,6 @@ RESERVE_BYTES = 128 * 1024
 
 START: Final = Path(__file__).resolve().parent.parent / "unbroken.py"
 """Where each of our processes begins."""
-
-
-class NodePlan(Frozen, frozen=True, kw_only=True):
-    """Written by the front to `node.json`; read by the agent."""
-
-    node: str
-    job_dir: str
-    local_dir: str
-    spec: JobSpec
-    launcher_argv: tuple[str, ...]
-    """Arguments of torchrun (without `torchrun` itself), rewritten for us."""
-    launcher_env: dict[str, str] = {}
-    """Variables for the launcher on top of the front's environment."""
-    python: str
-    """The training environment's interpreter."""
-    cwd: str
-    front_pid: int
-    front_start_time: int
-    """Field 22 of /proc/PID/stat, clock ticks after boot: with the pid it names a process for good."""
-    run: str = ""
-    """A random name for this `unbroken run`: process ids mean nothing in another container."""
-    controller: str = ""
-    """`http://host:port`; empty: read it from `controller.json` of the job folder."""
-    index: int | None = msgspec.field(default=None, name="order")
-    """The node's number in the job, from 0 on; None where it is not known."""
-    spare: bool = False
-    scheduler_node: str = ""
-    """What the scheduler calls this node; empty: as `node`."""
-    restart_args: tuple[str, ...] = ()
-    """Added to the script's arguments from the second attempt on (when there is a checkpoint to resume from)."""
-    token_file: str = ""
-    """The job's token; empty: `token` in the job folder."""
-    kernel_log: str = "/dev/kmsg"
-    """A kernel log stream, or a file that grows like one."""
-    site_file: str = ""
-    """The site's own settings (`supervisor.config`); empty: the default file, where there is one."""
 
 
 class RequeueRecord(Frozen, frozen=True, kw_only=True):

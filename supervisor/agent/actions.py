@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shlex
 import shutil
 import signal
 import time
@@ -371,7 +372,7 @@ class ActionRunner:
             if attempt > 1:
                 args = [
                     word.replace("{resume_from}", resume.path).replace("{resume_step}", step)
-                    for word in self._plan.restart_args
+                    for word in shlex.split(self._plan.settings.run.restart_args)
                 ]
         await self._keeper.request(op="attempt", number=attempt, args=args, env=env)
         if attempt > ATTEMPTS_KEPT:  # their evidence is in the job folder

@@ -35,7 +35,7 @@ from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.reconcile import Collect, NodeSituation, out_of_bounds, reconcile
 from supervisor.agent.space import SpaceMonitor
 from supervisor.agent.state import AgentState
-from supervisor.config import load_site_or_default, use_rules
+from supervisor.config import NodePlan, load_site_or_default, read_plan, use_rules
 from supervisor.errors import KeeperError
 from supervisor.files import read_own
 from supervisor.keeper_client import KeeperClient, KeeperState, WorkerProcess
@@ -43,7 +43,7 @@ from supervisor.logs import configure
 from supervisor.messages import ControllerMessage, Outcome, Refused
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.monitor import HealthMonitor
-from supervisor.paths import LocalPaths, NodePlan
+from supervisor.paths import LocalPaths
 
 CLOCK_EVERY_S = 60.0
 """The clock's offset changes all the time. It is read once a minute: every change is sent to the probe workers."""
@@ -126,7 +126,7 @@ log = logging.getLogger("unbroken.agent")
 class NodeAgent:
     def __init__(self, plan: NodePlan) -> None:
         self._state = state = AgentState(plan)
-        site, site_problem = load_site_or_default(plan.site_file)
+        site, site_problem = load_site_or_default(plan.settings.run.site_file)
         rules_problem = use_rules(site, Path(plan.job_dir))
 
         # What it watches.
@@ -145,7 +145,7 @@ class NodeAgent:
             steps=self._ranks.steps,
             on_change=state.wakeup.set,
             shared_dir=state.paths.of_all_jobs,
-            kernel_log=plan.kernel_log,
+            kernel_log=plan.settings.run.kernel_log,
         )
         self._job = JobMonitor(plan, self._checkpoints, self._link)
         self._space = SpaceMonitor(state)
@@ -415,7 +415,7 @@ def _count_ended(keeper: KeeperState | None) -> int:
 def main(argv: list[str]) -> int:
     """`python -m supervisor.agent.agent LOCAL_DIR`, started by the front."""
     paths = LocalPaths(argv[1])
-    plan = msgspec.json.decode(read_own(paths.plan), type=NodePlan)
+    plan = read_plan(paths.plan)
     configure()
 
     async def run() -> None:

@@ -26,9 +26,9 @@ import h11
 import msgspec
 
 from diagnosis.signals import clean_text
-from supervisor import config
 from supervisor.agent.websocket import WebSocket, connect
 from supervisor.blocking import timeout
+from supervisor.config import NodePlan
 from supervisor.files import read_token
 from supervisor.messages import (
     PROTOCOL,
@@ -41,7 +41,6 @@ from supervisor.messages import (
     decode_controller_message,
     encode,
 )
-from supervisor.paths import NodePlan
 from supervisor.wire.authentication import (
     AGENT_PATH,
     CHALLENGE_HEADER,
@@ -176,12 +175,12 @@ class Link:
             version=version,
             run=plan.run,
         )
-        job_dir = Path(plan.job_dir)
+        job_dir, settings = Path(plan.job_dir), plan.settings
         return cls(
-            address_reader(job_dir, plan.controller),
-            token_reader(job_dir, plan.token_file),
+            address_reader(job_dir, settings.run.controller),
+            token_reader(job_dir, settings.run.token_file),
             hello,
-            tls_ca=config.received(os.environ).controller.tls_ca,
+            tls_ca=settings.controller.tls_ca,
         )
 
     def post(self, heartbeat: Heartbeat) -> None:

@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, get_args
 
 from diagnosis.health import Level, Status
-from supervisor import config
 from supervisor.agent.link import Link
 from supervisor.agent.ranks import RankMonitor
+from supervisor.config import NodePlan
 from supervisor.errors import ConfigError
 from supervisor.metrics.port import Exposed, MetricsPort, process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
 from supervisor.metrics.targets import TargetFile
 from supervisor.node_health.monitor import HealthMonitor
-from supervisor.paths import NodePlan
 
 log = logging.getLogger("unbroken.metrics")
 
@@ -71,7 +70,7 @@ AGENT: Final = (
 
 def metrics_port(plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankMonitor) -> MetricsPort:
     """The port of the agent of `plan`; one that is never opened where the settings say so."""
-    options = config.received(os.environ).metrics
+    options = plan.settings.metrics
     exposed = Exposed(
         AGENT, lambda: agent_samples(health, link, ranks), [("job", job_name(plan.spec.name)), ("node", plan.node)]
     )

@@ -16,9 +16,10 @@ import msgspec
 
 from diagnosis.signals import Finding, NodeEvidence, clean_line
 from supervisor.agent.reconcile import NodeSituation
+from supervisor.config import NodePlan
 from supervisor.keeper_client import KeeperState, WorkerProcess
 from supervisor.messages import Assignment, SpaceReported, StoreOffer
-from supervisor.paths import LocalPaths, NodePlan, write_atomically
+from supervisor.paths import LocalPaths, write_atomically
 
 OFFSETS_EVERY_S = 6.0
 """Output grows all the time. The next agent may read the output of so many seconds twice."""

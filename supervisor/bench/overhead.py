@@ -17,9 +17,10 @@ import msgspec
 import psutil
 
 from supervisor.bench.recovery import LIMIT_S
+from supervisor.config import read_plan
 from supervisor.demo.watched_run import RunFailed, WatchedRun, torchrun, unbroken
 from supervisor.node_health.state import Cost, HealthFile
-from supervisor.paths import LocalPaths, NodePlan
+from supervisor.paths import LocalPaths
 
 TALKER: Final = Path(__file__).with_name("chatty.py")
 SETTLE_S: Final = 45.0
@@ -146,7 +147,7 @@ def read_health(local_dir: Path) -> HealthFile | None:
 
 def measure(local_dir: Path, seconds: float) -> dict[str, Any]:
     """Watch the node whose local folder this is for so long. Raises RunFailed."""
-    plan = msgspec.json.decode(LocalPaths(local_dir).plan.read_bytes(), type=NodePlan)
+    plan = read_plan(LocalPaths(local_dir).plan)
     began, health = time.monotonic(), read_health(local_dir)
     before = all_usage(plan.front_pid)
     time.sleep(seconds)
@@ -209,7 +210,7 @@ def running(job_dir: str, local_dir: str) -> Path:
     """The local folder of a node that runs here. Raises RunFailed."""
     for folder in [Path(local_dir)] if local_dir else _local_dirs():
         try:
-            plan = msgspec.json.decode(LocalPaths(folder).plan.read_bytes(), type=NodePlan)
+            plan = read_plan(LocalPaths(folder).plan)
         except (OSError, msgspec.DecodeError):
             continue
         if local_dir or (Path(plan.job_dir) == Path(job_dir).resolve() and psutil.pid_exists(plan.front_pid)):

@@ -7,7 +7,6 @@ stderr and an exit code.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,11 +124,10 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
     """
     from supervisor.run import front
 
-    untouched = dict(os.environ)
     settings = config.load_here(settings_given(flags)).settings
-    _export(settings)
+    _check(settings)
     options = front.RunOptions(settings=settings, spare=spare, nproc_per_node=nproc_per_node, json=as_json)
-    sys.exit(front.main(options, list(command), untouched))
+    sys.exit(front.main(options, list(command)))
 
 
 def settings_given(flags: dict[str, Any]) -> dict[str, object]:
@@ -143,13 +141,12 @@ def settings_given(flags: dict[str, Any]) -> dict[str, object]:
     return values
 
 
-def _export(settings: config.Settings) -> None:
-    """For the controller and the agent that this process starts, or becomes. Raises ConfigError."""
+def _check(settings: config.Settings) -> None:
+    """What the controller or the agent could not use is refused before anything starts. Raises ConfigError."""
     settings.metrics.where(alone=True)
     config.check_opinion(settings.opinion)
     if missing := config.missing_for_opinion(settings.opinion, Path.cwd()):
         warn(f"{missing}; without it there are no opinions")
-    os.environ.update(config.exported(settings, Path.cwd()))
 
 
 @main.command("demo", context_settings={"ignore_unknown_options": True}, add_help_option=False)
@@ -176,18 +173,9 @@ def controller(arguments: tuple[str, ...]) -> None:
     """Run a controller by itself (`unbroken run` starts one on the first node)."""
     from supervisor.controller import main as service
 
-    loaded = config.load_here().settings
-    _export(loaded)
-    settings = loaded.controller
-    given = list(arguments)
-    for flag, value in (
-        ("--listen", settings.listen),
-        ("--tls-cert", settings.tls_cert),
-        ("--tls-key", settings.tls_key),
-    ):
-        if value and flag not in given:
-            given += [flag, value]
-    sys.exit(service.main(given))
+    settings = config.load_here().settings
+    _check(settings)
+    sys.exit(service.main(list(arguments), config.absolute(settings, Path.cwd())))
 
 
 # ----- looking into things -----

@@ -30,6 +30,7 @@ from supervisor import config
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
+from supervisor.errors import ConfigError
 from supervisor.files import Here, read_token
 from supervisor.logs import configure
 from supervisor.messages import JobRequeued, JobSpec, JournalDamaged
@@ -162,6 +163,7 @@ def _server_tls(cert: str, key: str) -> ssl.SSLContext | None:
 
 def build(
     job_dir: Path,
+    settings: config.Settings,
     *,
     restarted: bool = False,
     scheduler_job: str = "",
@@ -187,15 +189,13 @@ def build(
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
         loop = ControlLoop(job, lambda: HeartbeatEvents(job.skew), journal, history, live_view, unheard_s)
-        asks = opinion_queue(
-            job, loop.post, loop.clock.now, job_dir, config.received(os.environ).opinion, training_python
-        )
+        asks = opinion_queue(job, loop.post, loop.clock.now, job_dir, settings.opinion, training_python)
         loop.outside = Executor(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted, life=requeues)
         loop.ask_model = asks.want
         return loop
 
     journal, history = open_journal(job_dir, living=restarted or not of_front)
-    _use_rules(job_dir, begun=bool(history.records))
+    _use_rules(job_dir, settings.run.site_file, begun=bool(history.records))
     loop = loop_of(journal, history)
     job = loop.job
     assert isinstance(job, Job)
@@ -206,7 +206,7 @@ def build(
         loop.begin_again(_requeued(loop.clock.now(), job_dir, job.spec, requeues))
     elif (loop.outcome is not None or (of_front and job.is_over)) and not restarted:
         journal.close()
-        _use_rules(job_dir, begun=False)
+        _use_rules(job_dir, settings.run.site_file, begun=False)
         loop = loop_of(*open_journal(job_dir, forget=True))
     elif lost := _behind_its_fence(job_dir, history, job):
         loop.post(msgspec.structs.replace(lost, at=loop.clock.now(), living=restarted or not of_front))
@@ -235,29 +235,30 @@ def _requeued(now: float, job_dir: Path, spec: JobSpec, requeues: int) -> JobReq
     return JobRequeued(at=now, requeues=requeues, by=record.by, lost=record.lost, lost_at=record.lost_at)
 
 
-def _use_rules(job_dir: Path, *, begun: bool) -> None:
+def _use_rules(job_dir: Path, named: str, *, begun: bool) -> None:
     """Read output as the agents do, with the rules of the site and of the job; one that has `begun` keeps its own."""
-    site_file, problem = config.load_site_or_default(config.received(os.environ).run.site_file)
+    site_file, problem = config.load_site_or_default(named)
     for flaw in (problem, config.use_rules_of_life(site_file, job_dir, begun=begun)):
         if flaw:
             log.warning("%s", flaw)
 
 
-async def serve(options: argparse.Namespace) -> int:
+async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
     """Run a controller to its end; its exit code. Raises OSError when it cannot start."""
     job_dir = Path(options.job_dir).absolute()
     job_dir.mkdir(parents=True, exist_ok=True)
-    token = read_token(Path(options.token_file), shared=True) if options.token_file else ensure_token(job_dir)
+    token_file = options.token_file or settings.run.token_file
+    token = read_token(Path(token_file), shared=True) if token_file else ensure_token(job_dir)
     before = read_controller_file(job_dir)
     control = build(
         job_dir,
+        settings,
         restarted=options.restarted,
         scheduler_job=options.scheduler_job,
         requeues=options.requeues,
         training_python=options.training_python,
         of_front=options.of_front,
     )
-    settings = config.received(os.environ)
     metrics = settings.metrics
     tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
@@ -265,7 +266,7 @@ async def serve(options: argparse.Namespace) -> int:
     server = Server(control, token, _server_tls(tls_cert, tls_key), scrape)
     # Under a scheduler orders and scrapes come from other hosts, of a job of one node, too.
     alone = options.nodes == 1 and not options.scheduler_job
-    host, port = parse_listen(options.listen or ("127.0.0.1:0" if alone else "0.0.0.0:0"))
+    host, port = parse_listen(options.listen or settings.controller.listen or ("127.0.0.1:0" if alone else "0.0.0.0:0"))
     port = await _listen(server, host, port, before)
     here = Here.find()
     unix_socket = await _listen_nearby(server, Path(options.socket or _default_socket(job_dir)))
@@ -421,21 +422,25 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument(
         "--of-front", action="store_true", help="`unbroken run` started it, and handles the job's signals"
     )
+    parse.add_argument("--plan", default="", help="node.json of the node that it runs on: its settings")
     parse.add_argument("--restarted", action="store_true", help="an ended job stays ended")
     parse.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parse
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, settings: config.Settings | None = None) -> int:
+    """`settings`: those of the user who starts it; else of the node that it runs on, else of its environment."""
     options = parser().parse_args(arguments)
     raise_descriptor_limit()
     configure(options.log_level.upper())
     try:
-        return asyncio.run(serve(options))
+        if settings is None:
+            settings = config.read_plan(Path(options.plan)).settings if options.plan else config.received(os.environ)
+        return asyncio.run(serve(options, settings))
     except OtherVersion as error:
         print(f"unbroken controller: cannot go on in {options.job_dir}: {error}", file=sys.stderr)
         return OTHER_VERSION_EXIT_CODE
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ConfigError) as error:
         print(f"unbroken controller: cannot start in {options.job_dir}: {error}", file=sys.stderr)
         return 1
 

@@ -51,15 +51,11 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 __all__ = ["Front", "RunOptions", "main"]
 
 
-def main(options: RunOptions, command: Sequence[str], given: Mapping[str, str] | None = None) -> int:
-    """Run `command` under supervision; the exit code.
-
-    A command that is not to be supervised replaces this process, with the environment `given`: ours may hold by now
-    what our daemons read.
-    """
+def main(options: RunOptions, command: Sequence[str]) -> int:
+    """Run `command` under supervision; the exit code. A command that is not to be supervised replaces this process."""
     untouched = _untouched(command)
     if untouched is not None:
-        return _execute(command, untouched, os.environ if given is None else given)
+        return _execute(command, untouched)
     open_standard_streams()
     try:
         prepared = prepare(options, command, os.environ, Path.cwd())
@@ -83,7 +79,7 @@ def _untouched(command: Sequence[str]) -> str | None:
         return None  # reported when it is prepared
 
 
-def _execute(command: Sequence[str], why: str, environment: Mapping[str, str]) -> int:
+def _execute(command: Sequence[str], why: str) -> int:
     if why:
         _say(why)
     if not command:
@@ -92,7 +88,7 @@ def _execute(command: Sequence[str], why: str, environment: Mapping[str, str]) -
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
-        os.execvpe(command[0], list(command), environment)
+        os.execvp(command[0], list(command))
     except OSError as error:
         _say(f"{command[0]}: {error.strerror}")
         return ExitCode.WRONG_CONFIG
@@ -334,7 +330,7 @@ class Front:
             return
         self._told_address = True
         if not self._options.run.quiet:
-            token = self._prepared.token_file or self._prepared.job_dir / "token"
+            token = self._prepared.plan.settings.run.token_file or self._prepared.job_dir / "token"
             options = f"--controller {found['address']} --token-file {token}"
             terminal.say(f"other nodes join with: unbroken run {options} -- (the same command)")
 
@@ -360,9 +356,7 @@ def _services(prepared: Prepared) -> dict[str, ServiceProcess]:
     if prepared.runs_controller:
         argv = daemon_argv("supervisor.controller.main", "--job-dir", plan.job_dir)
         argv += ["--of-front", "--nodes", str(plan.spec.nodes_max + plan.spec.spares)]
-        argv += ["--socket", str(paths.controller_socket)]
-        argv += ["--listen", prepared.listen] if prepared.listen else []
-        argv += ["--token-file", prepared.token_file] if prepared.token_file else []
+        argv += ["--socket", str(paths.controller_socket), "--plan", str(paths.plan)]
         argv += ["--training-python", plan.python]
         argv += ["--scheduler-job", plan.spec.scheduler_job, "--requeues", str(plan.spec.requeues)]
         services["controller"] = ServiceProcess(

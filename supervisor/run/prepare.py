@@ -28,12 +28,12 @@ import msgspec
 
 from diagnosis.text import redact_words
 from recovery.scheduling import JobThere, slurm_job
-from supervisor.config import RunSettings, Settings, load_site
+from supervisor.config import NodePlan, RunSettings, Settings, absolute, load_site
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
 from supervisor.files import Here, make_shared, read_token
 from supervisor.messages import JobSpec
 from supervisor.node_health.storage import mount_of, parse_mountinfo
-from supervisor.paths import JOBS, LocalPaths, NodePlan, local_dir, start_time, write_atomically
+from supervisor.paths import JOBS, LocalPaths, local_dir, start_time, write_atomically
 from supervisor.run.lease import Holder, Lease, holder_here, take
 from supervisor.run.torchrun_options import TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.training import launcher_variables, write_stub
@@ -65,8 +65,6 @@ class Prepared:
     paths: LocalPaths
     keeper_env: dict[str, str]
     runs_controller: bool
-    listen: str = ""
-    token_file: str = ""
     others_join: bool = True
     """Whether somebody starts the other nodes by hand: not within a Slurm step."""
     notices: tuple[str, ...] = field(default=())
@@ -91,7 +89,7 @@ def _let_go(local: LocalFolder, lease: Lease | None) -> None:
 
 def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[str, str], cwd: Path) -> Prepared:
     """Read the command, take the folders and the job's lease, write `node.json`. Raises LaunchRefused, ConfigError."""
-    restart_args, site_file = _restart_args(options), _site_file(options, cwd)
+    settings = _settled(options.settings, cwd)
     step_nodes, index = slurm_step(environment)
     scheduler, scheduler_node = scheduler_job(options.settings.scheduler.name, environment)
     if step_nodes > max(1, options.run.spares) and "PET_NNODES" not in environment:
@@ -123,14 +121,10 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
             front_pid=os.getpid(),
             front_start_time=start_time(os.getpid()) or 0,
             run=secrets.token_hex(8),
-            controller=_address(options.run.controller),
             index=index,
             spare=options.spare or (step_nodes > 1 and (index or 0) >= read.nodes_max),
             scheduler_node=scheduler_node,
-            restart_args=restart_args,
-            kernel_log=str(cwd / options.run.kernel_log) if options.run.kernel_log else "",
-            site_file=site_file,
-            token_file=str(cwd / options.run.token_file) if options.run.token_file else "",
+            settings=settings,
         )
         _write_plan(plan, local.paths)
     except BaseException:
@@ -140,9 +134,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         plan=plan,
         paths=local.paths,
         keeper_env=_keeper_env(read, environment),
-        runs_controller=lease is not None and not has_service(job_dir, plan.token_file),
-        listen=options.settings.controller.listen,
-        token_file=plan.token_file,
+        runs_controller=lease is not None and not has_service(job_dir, settings),
         others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
         notices=read.notices,
         local=local,
@@ -169,20 +161,19 @@ def _write_plan(plan: NodePlan, paths: LocalPaths) -> None:
         ) from None
 
 
-def _restart_args(options: RunOptions) -> tuple[str, ...]:
+def _settled(settings: Settings, cwd: Path) -> Settings:
+    """For the agent and the controller of this node, and seen to be usable. Raises ConfigError."""
     try:
-        return tuple(shlex.split(options.run.restart_args))
+        shlex.split(settings.run.restart_args)
     except ValueError as error:
-        raise ConfigError(f"--restart-args {options.run.restart_args!r}: {error}") from None
-
-
-def _site_file(options: RunOptions, cwd: Path) -> str:
-    """The site file that was named, once it has been seen to be usable. (A default one may be mended any time.)"""
-    if not options.run.site_file:
-        return ""
-    path = str(cwd / options.run.site_file)
-    load_site(path)
-    return path
+        raise ConfigError(f"--restart-args {settings.run.restart_args!r}: {error}") from None
+    settings = absolute(settings, cwd)
+    if settings.run.site_file:  # a default one may be mended any time
+        load_site(settings.run.site_file)
+    address = settings.run.controller.rstrip("/")
+    address = f"http://{address}" if address and "://" not in address else address
+    run = msgspec.structs.replace(settings.run, controller=address)
+    return msgspec.structs.replace(settings, run=run)
 
 
 def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequence[str], cwd: Path) -> JobSpec:
@@ -209,10 +200,6 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         "wait_for_nodes_s": options.run.wait_for_nodes_s,
     }
     return msgspec.structs.replace(spec, **{key: value for key, value in given.items() if value is not None})
-
-
-def _address(text: str) -> str:
-    return text.rstrip("/") if "://" in text or not text else f"http://{text}".rstrip("/")
 
 
 # ----- the scheduler -----
@@ -441,7 +428,7 @@ def _say(text: str) -> None:
         print(f"unbroken: {text}", file=sys.stderr, flush=True)
 
 
-def has_service(job_dir: Path, token_file: str = "") -> bool:
+def has_service(job_dir: Path, settings: Settings) -> bool:
     """Whether a controller that somebody started by itself serves this job. One of a front ends with its life.
 
     It is looked for where `controller.json` says: on this boot and in this PID namespace the process, elsewhere its
@@ -458,7 +445,7 @@ def has_service(job_dir: Path, token_file: str = "") -> bool:
     from supervisor.controller.client import ControllerClient
 
     try:
-        ControllerClient.of_job(job_dir, token_file=token_file).prove()
+        ControllerClient.of_job(job_dir, token_file=settings.run.token_file, tls_ca=settings.controller.tls_ca).prove()
     except (CommandDenied, ControllerUnreachable):
         return False
     return True

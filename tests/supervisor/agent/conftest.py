@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from supervisor.agent.state import AgentState
+from supervisor.config import NodePlan
 from supervisor.messages import JobSpec
-from supervisor.paths import NodePlan
 
 MakeState = Callable[..., AgentState]
 

@@ -12,9 +12,9 @@ from recovery.checkpoint import Checkpoint
 from supervisor.agent.agent import JobMonitor
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.link import Link
+from supervisor.config import NodePlan
 from supervisor.keeper_client import WorkerProcess
 from supervisor.messages import JobSpec
-from supervisor.paths import NodePlan
 
 
 def checkpoint_monitor(tmp_path: Path, given: tuple[str, ...]) -> CheckpointMonitor:

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from supervisor.agent.link import Link, address_reader, token_reader
+from supervisor.config import Settings
 from supervisor.controller.main import _scrape_of, build
 from supervisor.controller.server import Server
 from supervisor.errors import CommandDenied
@@ -90,7 +91,7 @@ def test_scrapes_of_4000_nodes_do_not_hold_the_loop_up(tmp_path: Path, rig: Any)
     """Heartbeats share the loop with scrapes; the text is made in a thread."""
 
     async def work() -> None:
-        control = build(tmp_path)
+        control = build(tmp_path, Settings())
         job = control.job
         assert isinstance(job, Job)
         job.handle(ControllerStarted(at=1.0, epoch=1))

@@ -364,7 +364,7 @@ def test_an_address_that_is_none_is_refused_before_anything_starts(tmp_path: Pat
     assert "metrics.listen = 'here:http'" in done.stderr
 
 
-def test_settings_reach_daemons_by_their_environment() -> None:
+def test_a_daemon_without_a_plan_reads_its_environment() -> None:
     assert received({}).metrics.enabled
     assert not received({"UNBROKEN_METRICS": "False"}).metrics.enabled
     with pytest.raises(ConfigError, match=r"metrics\.listen = 'h:x'"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from supervisor.config import OpinionSettings, Settings, check_opinion, exported, load, missing_for_opinion, received
+from supervisor.config import OpinionSettings, Settings, absolute, check_opinion, load, missing_for_opinion
 from supervisor.errors import ConfigError
 
 
@@ -36,8 +36,7 @@ def cwd(tmp_path: Path) -> Path:
 def test_they_reach_the_controller(cwd: Path, values: dict[str, Any]) -> None:
     given = OpinionSettings(**values)
     check_opinion(given)
-    passed = exported(Settings(opinion=given), cwd)
-    arrived = received({**passed, "UNBROKEN_CONFIG": "/none", "OTHER": "1"}).opinion
+    arrived = absolute(Settings(opinion=given), cwd).opinion
     assert (arrived.backend, arrived.below, arrived.timeout_s) == (given.backend, given.below, given.timeout_s)
     if values.get("backend") == "transformers":
         assert arrived.model == str(cwd / "model")

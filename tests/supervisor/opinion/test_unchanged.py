@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor import messages as m
-from supervisor.config import ENVIRONMENT, OpinionSettings
+from supervisor.config import ENVIRONMENT, OpinionSettings, received
 from supervisor.controller.journal import read_history, steps
 from supervisor.controller.loop import ControlLoop
 from supervisor.controller.main import build
@@ -76,7 +77,7 @@ def order() -> list[m.AnyEvent]:
 
 @contextlib.asynccontextmanager
 async def running(job_dir: Path) -> AsyncIterator[ControlLoop]:
-    control = build(job_dir)
+    control = build(job_dir, received(os.environ))
     task = asyncio.create_task(control.run())
     try:
         yield control

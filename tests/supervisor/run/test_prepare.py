@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from supervisor.config import RunSettings, Settings
+from supervisor.config import RunSettings, Settings, read_plan
 from supervisor.errors import LaunchRefused
 from supervisor.files import Here
-from supervisor.paths import NodePlan, start_time
+from supervisor.paths import start_time
 from supervisor.run.prepare import Prepared, RunOptions, has_service, is_held, prepare, remove_old_jobs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch beside this Python")
@@ -52,7 +52,7 @@ def prepared(
 @pytest.mark.usefixtures("local_root")
 def test_the_plan_says_all_that_agent_and_keeper_need(cwd: Path) -> None:
     made = prepared(cwd, given(node_name="n1", checkpoint_dirs=("ckpt",), restart_args="--resume"), FOO="1")
-    plan = msgspec.json.decode(made.paths.plan.read_bytes(), type=NodePlan)
+    plan = read_plan(made.paths.plan)
     assert plan == made.plan
     assert made.job_dir.parent == cwd / "unbroken-jobs"
     assert made.job_dir.name.startswith("train-")
@@ -65,6 +65,22 @@ def test_the_plan_says_all_that_agent_and_keeper_need(cwd: Path) -> None:
     assert (made.keeper_env["FOO"], made.keeper_env["OMP_NUM_THREADS"]) == ("1", "1")
     assert made.runs_controller
     assert made.paths.folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.usefixtures("local_root")
+def test_a_plan_of_an_older_version_is_read(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its front still runs when the agent is started again from a newer version."""
+    made = prepared(cwd)
+    old = {"kernel_log": "/log", "token_file": "/token", "controller": "http://n0:1", "restart_args": ["a b", "c"]}
+    content = msgspec.json.decode(made.paths.plan.read_bytes())
+    del content["settings"]
+    made.paths.plan.write_bytes(msgspec.json.encode({**content, **old}))
+    monkeypatch.setenv("UNBROKEN_METRICS", "false")
+    read = read_plan(made.paths.plan)
+    assert (read.settings.run.kernel_log, read.settings.run.token_file) == ("/log", "/token")
+    assert (read.settings.run.controller, read.settings.run.restart_args) == ("http://n0:1", "'a b' c")
+    assert not read.settings.metrics.enabled
+    assert msgspec.structs.replace(read, settings=made.plan.settings) == made.plan
 
 
 @pytest.mark.usefixtures("local_root")
@@ -163,7 +179,8 @@ def test_who_runs_the_controller(cwd: Path) -> None:
         prepared(cwd, None, two)
     joined = prepared(cwd, given(controller="head:7461", token_file="t"), two)
     assert not joined.runs_controller
-    assert (joined.plan.controller, joined.plan.token_file) == ("http://head:7461", str(cwd / "t"))
+    run = joined.plan.settings.run
+    assert (run.controller, run.token_file) == ("http://head:7461", str(cwd / "t"))
     assert not prepared(cwd, given(job_dir="shared"), two).runs_controller
     assert not prepared(cwd, given(job_dir="shared", spare=True, node_name="s")).runs_controller
     assert prepared(cwd, given(job_dir="shared", node_name="a"), ("torchrun", "train.py")).runs_controller
@@ -304,7 +321,7 @@ def test_a_controller_file_is_believed_where_its_process_lives(cwd: Path) -> Non
         stale = {"start_time": 1}, {"service": False}, {"boot_id": "of another host"}
         for changed, alive in (({}, True), *((one, False) for one in stale)):
             (cwd / "job" / "controller.json").write_text(json.dumps({**told, **changed}))
-            assert has_service(cwd / "job") == alive
+            assert has_service(cwd / "job", Settings()) == alive
             made = prepared(cwd, given(job_dir="job", node_name="n1"))
             assert made.runs_controller == (not alive)
             made.release()
