@@ -37,7 +37,7 @@ def raised(line, *frames, **more):
     CASES["classes"],
 )
 def test_classes(line, frames, expected):
-    found = exceptions.read(raised(line, *frames))
+    found = exceptions.read(raised(line, *(globals()[frame] for frame in frames)))
     assert found.failure_class.value.startswith(expected)
     assert not found.is_cascade
     assert 0.2 < found.confidence < 1
