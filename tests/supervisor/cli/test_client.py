@@ -56,14 +56,30 @@ class Controller:
 Answer = bytes | Callable[[bytes], bytes]
 
 
+def whole_request(connection: socket.socket) -> bytes:
+    """Headers, and as much of a body as they say; empty at the end of the connection."""
+    heard = b""
+    while True:
+        head, ended, body = heard.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+        if ended and len(body) >= (int(length[1]) if length is not None else 0):
+            return heard
+        more = connection.recv(65536)
+        if not more:
+            return b""
+        heard += more
+
+
 class Stranger:
     """A server that answers the first, second, ... request of a connection, and keeps what it hears."""
 
     def __init__(self, *answers: Answer, drip: bytes = b"", flood: bytes = b"", closes: bool = False) -> None:
         self.heard = b""
         self._answers, self._drip, self._flood, self._closes = answers, drip, flood, closes
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._socket.getsockname()[1]}"
+        # An address of this process's own: at 127.0.0.1 the agents of other tests may look for a controller that is gone.
+        host = f"127.1.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
+        self._socket = socket.create_server((host, 0))
+        self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._over = threading.Event()
         threading.Thread(target=self._serve, daemon=True).start()
 
@@ -71,7 +87,7 @@ class Stranger:
         asked = 0
         while not self._over.is_set():
             with contextlib.suppress(OSError), self._socket.accept()[0] as connection:
-                while said := connection.recv(65536):
+                while said := whole_request(connection):
                     self.heard += said
                     if asked < len(self._answers):
                         answer = self._answers[asked]
