@@ -63,7 +63,7 @@ PATIENCE_S = 60.0
 """For a controller that has taken the connection: one that has just started serves thousands of agents. To give up
 and come again would only be more work for it."""
 PING_S = 4.0
-"""Half of this without an answer to a ping ends the connection: at most 6 s after a link was cut."""
+"""After such a silence the controller is asked for a sign of life. A cut link is found within `CONNECT_TIMEOUT_S`."""
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 STEADY_S = 2.0

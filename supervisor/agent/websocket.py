@@ -33,6 +33,9 @@ from supervisor.wire.peers import own_users, peer_uid
 from supervisor.wire.tls import client_context
 
 HAPPY_EYEBALLS_S: Final = 0.25
+PONG_WITHIN: Final = 5.0
+"""A ping is to be answered within so many times the silence before it. A host that is gone is found sooner
+(`_confirm_within`); a program that is slow is as slow on another connection, and has more to do then."""
 TLS_PATIENCE: Final = 3.0
 """The handshake of TLS needs the other program, which may be slow."""
 _CHUNK: Final = 1 << 16
@@ -163,7 +166,7 @@ class WebSocket:
             if self._received > before:
                 continue
             self._say(Ping())
-            await asyncio.sleep(self._ping_s / 2)
+            await asyncio.sleep(PONG_WITHIN * self._ping_s)
             if self._received == before:
                 self._writer.transport.abort()
                 return
@@ -221,7 +224,6 @@ async def connect(
     try:
         _confirm_within(writer, connect_s)
         await opened.open(parts.netloc, parts.path or "/", await introduce(reader, writer, parts.netloc))
-        _confirm_within(writer, 0.0)  # pings find it from now on
     except BaseException:
         writer.transport.abort()
         raise
@@ -229,7 +231,7 @@ async def connect(
 
 
 def _confirm_within(writer: asyncio.StreamWriter, seconds: float) -> None:
-    """How long the other end's kernel may take to confirm what it was sent; 0: as long as usual."""
+    """So long the other host may take to confirm what it was sent: then the link is cut."""
     connection = writer.get_extra_info("socket")
     if connection.family != socket.AF_UNIX:
         with contextlib.suppress(OSError):

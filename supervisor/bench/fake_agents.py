@@ -41,7 +41,7 @@ STEP_S = 0.5
 KILLED_S = 0.05
 """From the order to form an attempt to the launcher in rendezvous."""
 COLLECT_S = 0.03
-PING_AFTER_S, PONG_WITHIN_S = 4.0, 2.0
+PING_AFTER_S, PONG_WITHIN_S = 4.0, 20.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 PATIENCE_S = 60.0
 PROBES = 32
