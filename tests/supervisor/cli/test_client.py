@@ -76,7 +76,7 @@ class Stranger:
     def __init__(self, *answers: Answer, drip: bytes = b"", flood: bytes = b"", closes: bool = False) -> None:
         self.heard = b""
         self._answers, self._drip, self._flood, self._closes = answers, drip, flood, closes
-        # An address of this process's own: at 127.0.0.1 the agents of other tests may look for a controller that is gone.
+        # Its own address: at 127.0.0.1 agents of other tests may look for a controller that is gone.
         host = f"127.1.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
         self._socket = socket.create_server((host, 0))
         self.address = f"{host}:{self._socket.getsockname()[1]}"
