@@ -24,12 +24,6 @@ def write(tmp_path: Path) -> Write:
     return write_file
 
 
-def test_nothing_given_gives_defaults(tmp_path: Path) -> None:
-    loaded = load({}, {}, tmp_path)
-    assert loaded.settings.run == RunSettings()
-    assert loaded.origins == {}
-
-
 def test_flags_win_over_environment_over_files(tmp_path: Path, write: Write) -> None:
     file = write('[run]\nspares = 1\nmode = "observe"\nkernel_log = "a"\nname = "from-file"\n')
     other = tmp_path / "other.toml"
@@ -64,13 +58,6 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path: Path, write: Write, te
         load({}, {}, tmp_path)
 
 
-def test_a_wrong_variable_and_a_missing_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="UNBROKEN_MAX_RESTARTS"):
-        load({}, {"UNBROKEN_MAX_RESTARTS": "many"}, tmp_path)
-    with pytest.raises(ConfigError, match=r"UNBROKEN_CONFIG names nowhere\.toml"):
-        load({}, {"UNBROKEN_CONFIG": "nowhere.toml"}, tmp_path)
-
-
 def test_a_wrong_flag_is_named_as_it_was_given(tmp_path: Path) -> None:
     options = {option for parameter in run.params for option in parameter.opts}
     assert set(FLAGS) <= set(knobs())
@@ -89,12 +76,6 @@ def test_a_patience_on_the_command_line_wins_over_off_in_a_file(tmp_path: Path, 
     assert hang(None) == HangSettings(off=True, patience_s=60.0)
     assert hang("900") == HangSettings(off=False, patience_s=900.0)
     assert hang("off").off
-
-
-def test_lists_come_from_files_and_flags(tmp_path: Path, write: Write) -> None:
-    write('[run]\ncheckpoint_dirs = ["a", "b"]\n')
-    assert load({}, {}, tmp_path).settings.run.checkpoint_dirs == ("a", "b")
-    assert load({"run.checkpoint_dirs": ("c",)}, {}, tmp_path).settings.run.checkpoint_dirs == ("c",)
 
 
 def test_there_are_few_knobs_and_each_says_what_it_is() -> None:

@@ -17,12 +17,6 @@ def test_every_kind_is_shown_whatever_its_arguments_are(kind: str) -> None:
         assert "[" not in told
 
 
-def test_what_is_in_brackets_goes_with_an_empty_argument() -> None:
-    assert text_of(note("command", command="pause")) == "operator: pause"
-    told = note("command", command="cordon", argument="n3", by="ann", reason="burnt")
-    assert text_of(told) == "operator: cordon n3 by ann (burnt)"
-
-
 def test_numbers_and_lists_are_formatted() -> None:
     told = note("verdict", incident="i-1", failure_class="oom", confidence=0.955, why="rank 3 said so")
     assert text_of(told) == "i-1: oom (96% sure): rank 3 said so"
@@ -57,8 +51,3 @@ def test_a_note_may_tell_or_repeat_its_event() -> None:
     assert tells(note("node_back", node="n3", host="h3"), "node_joined")
     assert repeats(note("node_joined", node="n3", host="h3"), "node_joined")
     assert not tells(note("node_joined", node="n3", host="h3"), "node_joined")
-
-
-def test_arguments_survive_the_journal() -> None:
-    told = note("nodes_lost", count=2, nodes=("n1", "n2"), why="silent", loud=True)
-    assert msgspec.json.decode(msgspec.json.encode(told), type=Note) == told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -72,11 +71,6 @@ def test_a_wrong_file_names_its_key(tmp_path: Path, text: str, named: str) -> No
     assert named in problem
 
 
-def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        config.load_site(str(tmp_path / "none.toml"))
-
-
 RULE = """
 [[rule]]
 id = "our_tracker"
@@ -123,14 +117,3 @@ def test_a_job_keeps_the_rules_that_it_began_with(tmp_path: Path) -> None:
         assert not list(rules.default().scan(line))
     finally:
         rules.use([])
-
-
-def test_a_wrong_rule_is_refused_with_its_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rule\.our_tracker"):
-        config.load_site(write(tmp_path, RULE.replace("dns_or_connect", "no_such")))
-
-
-def test_a_pipe_is_no_site_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "site.toml")
-    with pytest.raises(ConfigError, match="pipe"):
-        config.load_site(str(tmp_path / "site.toml"))

@@ -56,13 +56,6 @@ def kinds(events: list[m.AnyEvent]) -> list[str]:
     return [type(event).__name__ for event in events]
 
 
-def test_the_same_state_is_told_once(nodes: Nodes) -> None:
-    ranks = (sample(0, step=1), sample(1))
-    told = nodes.beat(1.0, attempt=1, launcher="running", ranks=ranks)
-    assert kinds(told) == ["WorkersStarted", "Progressed"]
-    assert nodes.beat(2.0, attempt=1, launcher="running", ranks=ranks) == []
-
-
 def test_old_repeated_and_reordered_heartbeats_say_nothing(nodes: Nodes) -> None:
     nodes.beat(1.0, seq=5, launcher="joining", prepared=1, offer=OFFER)
     assert nodes.beat(1.1, seq=5, launcher="ended") == []
@@ -88,16 +81,6 @@ def test_ends_come_in_order_after_their_evidence(nodes: Nodes) -> None:
     assert kinds(told) == ["EvidenceArrived", "RankEnded", "RankEnded", "LauncherEnded"]
     assert [event.exit.rank for event in told if isinstance(event, m.RankEnded)] == [1, 0]
     assert nodes.beat(3.0, attempt=1, ranks=ranks, evidence=evidence, launcher="ended") == []
-
-
-def test_a_launcher_that_had_ended_before_we_came_is_not_news(nodes: Nodes) -> None:
-    [first] = nodes.beat(1.0, attempt=1, launcher="ended", launcher_exit="signal 9")
-    assert isinstance(first, m.LauncherEnded)
-    assert not first.fresh
-    nodes.beat(2.0, attempt=1, launcher="starting")
-    [again] = nodes.beat(3.0, attempt=1, launcher="ended")
-    assert isinstance(again, m.LauncherEnded)
-    assert again.fresh
 
 
 def test_progress_is_told_at_its_first_sign_at_the_first_steps_and_then_now_and_then(nodes: Nodes) -> None:
@@ -135,14 +118,6 @@ def test_the_newest_step_is_told_before_what_it_matters_to(nodes: Nodes, fields:
     assert len(told) > 1
 
 
-def test_the_newest_step_is_told_before_a_node_is_lost_or_a_hang_suspected(nodes: Nodes) -> None:
-    ten_steps(nodes)
-    told = nodes.tick(6.0, 11.0 + SILENT_UNSEEN_S)
-    assert [event.step for event in told if isinstance(event, m.Progressed)] == [9]
-    lost = next(place for place, event in enumerate(told) if not isinstance(event, m.Progressed))
-    assert any(isinstance(event, m.Progressed) for event in told[:lost])
-
-
 def test_a_loss_that_is_no_number_is_told_and_when_it_is_one_again(nodes: Nodes) -> None:
     nodes.beat(1.0, attempt=1, ranks=(sample(0, step=7), sample(1, step=7)))
     bad = sample(1, step=9, bad_reports=2, bad_since=8)
@@ -153,29 +128,6 @@ def test_a_loss_that_is_no_number_is_told_and_when_it_is_one_again(nodes: Nodes)
     assert "NumbersSeen" not in kinds(nodes.beat(22.0, attempt=1, ranks=good))  # it may come and go
     [again] = [e for e in nodes.beat(31.0, attempt=1, ranks=good) if isinstance(e, m.NumbersSeen)]
     assert (again.bad, again.step) == (False, 11)
-
-
-def test_the_next_attempt_starts_from_nothing(nodes: Nodes) -> None:
-    nodes.beat(1.0, attempt=1, ranks=(sample(0, step=50),))
-    told = nodes.beat(2.0, attempt=2, ranks=(sample(0, step=3),))
-    assert told[-1] == m.Progressed(at=2.0, attempt=2, step=3, step_at=2.0, first=True)
-    late = nodes.beat(2.5, node="b", attempt=1, ranks=(sample(2, step=51),))
-    assert late == [], "a node that still runs the old attempt has nothing to say about this one"
-
-
-def test_findings_are_told_by_their_number(nodes: Nodes) -> None:
-    finding = Finding(
-        rule="x",
-        failure_class=FailureClass.GPU_HANG,
-        confidence=0.9,
-        scope="gpu",
-        severity="fatal",
-        evidence=Evidence(text="Xid 119"),
-    )
-    [first] = nodes.beat(1.0, findings=(finding,), findings_from=4)
-    assert isinstance(first, m.FindingArrived)
-    assert first.number == 4
-    assert kinds(nodes.beat(2.0, findings=(finding, finding), findings_from=4)) == ["FindingArrived"]
 
 
 def test_a_failing_preparation_complains_now_and_then(nodes: Nodes) -> None:
@@ -231,10 +183,6 @@ def test_an_agent_that_is_silent_in_a_pause_of_all_is_waited_for_longer(nodes: N
     assert (lost.node, SILENT_ALONE_S < lost.silent_s < SILENT_ALONE_S + 2) == ("b", True)
 
 
-def test_a_silent_node_whose_peers_move_on_is_left_alone(nodes: Nodes) -> None:
-    assert quiet_pair(nodes, silent_from=10, until=200, moving=True) == []
-
-
 def test_a_silent_node_whose_peers_have_moved_a_last_time_is_lost_all_the_same(nodes: Nodes) -> None:
     told: list[m.AnyEvent] = []
     for second in range(1, 60):
@@ -246,19 +194,6 @@ def test_a_silent_node_whose_peers_have_moved_a_last_time_is_lost_all_the_same(n
         told += [event for event in nodes.tick(second, second + 1) if isinstance(event, m.NodeLost)]
     [lost] = told
     assert (lost.node, STILL_S <= lost.at - 14 < STILL_S + 2) == ("b", True)
-
-
-def test_a_silent_node_whose_peers_are_dead_is_lost_within_seconds(nodes: Nodes) -> None:
-    for second in range(1, 5):
-        nodes.beat(float(second), attempt=1, ranks=(sample(0),))
-        nodes.beat(float(second), node="b", attempt=1, ranks=(sample(2),))
-    told = []
-    for second in range(5, 15):
-        nodes.beat(float(second), attempt=1, ranks=(ended(0, 1),))
-        told += nodes.tick(second, second + 1)
-    [lost] = [event for event in told if isinstance(event, m.NodeLost)]
-    assert lost.node == "b"
-    assert lost.silent_s < SILENT_S + 2
 
 
 def test_nobody_is_lost_only_because_we_slept(nodes: Nodes) -> None:
@@ -279,38 +214,7 @@ def test_an_only_node_and_an_idle_one_get_longer(nodes: Nodes) -> None:
     assert [round(event.at) for event in lost] == [round(SILENT_IDLE_S)]
 
 
-def test_a_spare_that_is_heard_tells_little_about_an_only_member(nodes: Nodes) -> None:
-    lost: list[m.AnyEvent] = []
-    nodes.beat(0.0, attempt=1, ranks=(sample(0),))
-    for second in range(60):
-        nodes.beat(float(second), node="spare")
-        lost += [event for event in nodes.tick(second, second + 1) if isinstance(event, m.NodeLost)]
-    assert [round(event.at) for event in lost] == [round(SILENT_ALONE_S)]
-
-
 # ----- the hang watch -----
-
-
-def test_a_rank_that_does_not_enter_a_collective_is_suspected(nodes: Nodes) -> None:
-    told: list[m.AnyEvent] = []
-    for second in range(1, 60):
-        stuck = max(0, second - 40)
-        count = second - stuck
-        ranks = tuple(
-            sample(
-                rank,
-                step=count if rank == 0 else None,
-                groups={"0": (count + (rank == 0 and stuck > 0), count)},
-                moved_age_s=float(stuck),
-                waiting_s=float(stuck) if rank == 0 and stuck else None,
-            )
-            for rank in (0, 1)
-        )
-        told += nodes.beat(float(second), attempt=1, ranks=ranks)
-        told += nodes.tick(second, second + 1)
-    suspected = next(event for event in told if isinstance(event, m.HangSuspected))
-    assert suspected.attempt == 1
-    assert suspected.at < 45
 
 
 def test_inventories_are_compared_between_the_nodes_that_are_there(nodes: Nodes) -> None:
@@ -341,15 +245,6 @@ def test_a_rank_that_the_others_wait_for_is_told_and_forgotten_with_its_attempt(
     assert (slow.attempt, slow.ranks, slow.since) == (1, (1,), pytest.approx(1.0, abs=2))
     assert slow.cost == pytest.approx(1 / 3, abs=0.03)
     assert not {"HangSuspected", "HangConfirmed"}.intersection(kinds(told))
-
-
-def test_a_node_without_workers_that_misses_heartbeats_is_told_and_told_again_when_it_is_heard(nodes: Nodes) -> None:
-    nodes.beat(0.0, "a", attempt=1, ranks=(sample(0),))
-    nodes.beat(0.0, "spare")
-    assert [(type(e), e.node) for e in nodes.tick(0.0, SILENT_S)] == [(m.NodeQuiet, "spare")]
-    [told] = nodes.beat(SILENT_S, "spare")
-    assert (told.node, told.silent_s) == ("spare", 0.0)
-    assert nodes.beat(SILENT_S + 1, "spare") == []
 
 
 def test_nodes_that_fall_silent_at_once_are_lost_at_once(nodes: Nodes) -> None:
@@ -397,13 +292,3 @@ def test_findings_of_one_heartbeat_are_one_event_with_those_alike_counted(nodes:
     [late] = nodes.beat(3.0, findings=(*told, finding("g2", 4)), findings_from=5)
     assert isinstance(late, m.FindingArrived)
     assert late.number == 9
-
-
-def test_ranks_that_we_ended_are_one_event(nodes: Nodes) -> None:
-    nodes.beat(1.0, attempt=1, ranks=(sample(0), sample(1)))
-    records = [
-        ExitRecord(rank=rank, local_rank=rank, pid=1, code=None, signal=9, ended_at=5.0, stopped_by_us=True)
-        for rank in (0, 1)
-    ]
-    [event] = nodes.beat(2.0, attempt=1, ranks=tuple(sample(one.rank, exit=one) for one in records))
-    assert event == m.RanksStopped(at=2.0, node="a", attempt=1, ranks=(0, 1))

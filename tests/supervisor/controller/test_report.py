@@ -10,7 +10,6 @@ import pytest
 from supervisor import messages as m
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.report import live_view
-from supervisor.notes import text_of
 
 
 @pytest.fixture
@@ -49,19 +48,3 @@ def test_a_job_whose_ranks_are_dead_is_not_running_while_its_journal_is_full(sho
     assert full["state"] == "DIAGNOSING"
     assert "No space left" in full["waiting"]
     assert shown(Newest(1, 51, 0.0, None), "No space left on device")["state"] == "RUNNING"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("i-1: rank 1 was killed", "rank 1 was killed"),
-        ("i-1 closed: attempt 2 reached step 43", "closed: attempt 2 reached step 43"),
-        (
-            "recovered at step 41 (i-1: rank 1 was killed); resumed from a",
-            "recovered at step 41 (rank 1 was killed); resumed from a",
-        ),
-        ("i-11: as i-1", "i-11: as i-1"),
-    ],
-)
-def test_an_incident_is_named_once_in_a_row_of_the_timeline(text: str, shown: str) -> None:
-    assert text_of(m.Note(text=text, incident="i-1"), behind_id=True) == shown

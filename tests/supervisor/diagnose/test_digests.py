@@ -11,26 +11,6 @@ from supervisor.cli.main import main
 HEALTHY = "".join(f"step {step} loss {3 - step / 1000:.3f} grad_norm 0.9 lr 3e-4\n" for step in range(2000))
 
 
-def test_a_digest(run, tmp_path, traceback):
-    (tmp_path / "rank3.log").write_text(HEALTHY + traceback())
-    text = run(tmp_path, "--digest", "--bytes", "2000")
-    assert "KeyError: 'x'" in text
-    assert len(text.encode()) <= 2000
-
-
-def test_a_digest_beside_the_attempt_before(run, tmp_path):
-    for number, word in ((1, "network IB"), (2, "network Socket")):
-        folder = tmp_path / "attempts" / str(number)
-        folder.mkdir(parents=True)
-        (folder / "rank0.out").write_text(f"NCCL INFO Using {word}\n{HEALTHY}port {number} is down\n")
-    (tmp_path / "attempts" / "3").mkdir()
-
-    text = run(tmp_path, "--digest")
-
-    new = text[text.index("== new since attempt 1") :]
-    assert new.splitlines()[1:3] == ["rank0.out:1 NCCL INFO Using network Socket", "rank0.out:2002 port 2 is down"]
-
-
 def test_a_digest_of_a_job_folder_tells_what_is_new_since_the_attempt_before(run, tmp_path):
     for number, word in ((1, "port 1 is down"), (2, "shard 7 is missing")):
         folder = tmp_path / "attempts" / str(number) / "n1"

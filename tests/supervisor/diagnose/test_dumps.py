@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
 
 import msgspec
-import pytest
 
 
 def test_no_name_forges_a_line(run, tmp_path):
@@ -37,35 +35,6 @@ def test_no_name_forges_a_line(run, tmp_path):
     assert "all is well" in told
     assert not any(line.startswith("none") for line in told.splitlines())
     assert not set(told) & set("\x1b\x07\r\u2028\u202e")
-
-
-@pytest.mark.parametrize("write", [lambda value: pickle.dumps(value, protocol=2), msgspec.json.encode])
-def test_flight_recorder_dumps(run, answer, tmp_path, write, dump):
-    for rank in range(4):
-        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(write(dump(rank, waits=rank != 2)))
-    value = answer(tmp_path)
-    report = value["flight_recorder"]
-    assert (report["kind"], report["culprit_ranks"], report["collective_seq"]) == ("missing_rank", [2], 6)
-    assert value["verdict"]["culprits"] == [{"rank": 2}]
-    assert "missing_rank, rank 2, collective 6" in run(tmp_path)
-
-
-def test_a_rank_that_is_late_and_one_that_never_comes(answer, tmp_path, dump):
-    for rank in range(4):
-        value = dump(rank, waits=rank != 2, calls=40, late_s=0.5 * (rank == 2))
-        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(msgspec.json.encode(value))
-    value = answer(tmp_path)
-    assert (value["verdict"]["failure_class"], value["verdict"]["culprits"]) == ("straggler_or_slow", [{"rank": 2}])
-    assert value["flight_recorder"]["kind"] == "straggler"
-    (tmp_path / "rank0.log").write_text(
-        "[rank0]:[E ProcessGroupNCCL.cpp:616] [Rank 0] Watchdog caught collective operation timeout: "
-        "WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn=8, NumelOut=8, Timeout(ms)=600000) ran for 600029 milliseconds "
-        "before timing out.\n"
-    )
-    value = answer(tmp_path)
-    assert (value["verdict"]["failure_class"], value["verdict"]["culprits"]) == ("silent_hang", [{"rank": 2}])
-    assert value["flight_recorder"]["kind"] == "missing_rank"
-    assert value["slowness"][0]["ranks"] == [2]
 
 
 def test_dumps_without_a_wait_and_a_damaged_one(answer, tmp_path, dump):

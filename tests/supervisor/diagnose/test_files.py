@@ -31,13 +31,6 @@ def test_packed_files_are_unpacked_by_what_is_in_them(tmp_path, pack):
     assert read(path) == TEXT
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, lambda data: zstandard.ZstdCompressor().compress(data)])
-def test_several_frames_in_one_file(tmp_path, pack):
-    path = tmp_path / "log"
-    path.write_bytes(pack(TEXT) + pack(TEXT))
-    assert read(path) == TEXT * 2
-
-
 @pytest.mark.parametrize("pack", [gzip.compress, lambda data: zstandard.ZstdCompressor().compress(data), lzma.compress])
 def test_what_is_cut_off_or_damaged_is_read_as_far_as_it_goes(tmp_path, pack):
     path = tmp_path / "log"
@@ -93,23 +86,12 @@ def test_of_several_attempts_the_newest_with_output_is_read(tmp_path, folder):
     assert "10/" in found.path
 
 
-def test_a_path_that_is_not_there():
-    with pytest.raises(FileNotFoundError):
-        log_files.find(["/no/such/file"])
-
-
 @pytest.mark.parametrize("size", [7, 64, 1000, 1 << 20])
 def test_blocks_are_whole_lines(size):
     stream = io.BufferedReader(io.BytesIO(TEXT))
     found = list(log_files.blocks(stream, size=size))
     assert b"\n".join(found) + b"\n" == TEXT
     assert all(block.startswith(b"step") and block.endswith(b"2.5") for block in found)
-
-
-def test_a_line_without_an_end_is_cut():
-    found = list(log_files.blocks(io.BufferedReader(io.BytesIO(b"x" * 5_000_000 + b"\nend\n")), size=1 << 16))
-    assert sum(map(len, found)) < 200_000
-    assert found[-1].endswith(b"end")
 
 
 @pytest.mark.parametrize("coding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])

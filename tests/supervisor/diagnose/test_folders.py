@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import pickle
@@ -73,11 +72,6 @@ def test_in_processes_of_their_own_all_is_the_same(answer, tmp_path, monkeypatch
     assert alone["verdict"]["culprits"] == [{"rank": 3}]
 
 
-def test_an_empty_folder(tmp_path):
-    result = CliRunner().invoke(main, ["diagnose", str(tmp_path)])
-    assert (result.exit_code, "no file in it" in result.stderr) == (66, True)
-
-
 def test_a_file_that_may_not_be_read_is_told(answer, tmp_path):
     (tmp_path / "a.log").write_text(f"{XID}\n")
     os.symlink("/proc/self/mem", tmp_path / "b.log")
@@ -86,26 +80,6 @@ def test_a_file_that_may_not_be_read_is_told(answer, tmp_path):
     assert value["problems"] == [f"{tmp_path}/b.log: Input/output error"]
     named = CliRunner().invoke(main, ["diagnose", str(tmp_path / "b.log")])
     assert (named.exit_code, "Input/output error" in named.stderr) == (66, True)
-
-
-def test_a_rank_that_is_behind(run, answer, tmp_path):
-    for rank in range(6):
-        (tmp_path / f"rank{rank}.log").write_text(HEALTHY if rank != 4 else HEALTHY[: len(HEALTHY) // 2])
-    told = answer(tmp_path)["progress"]
-    assert told["step"] == 1999
-    assert [one["ranks"] for one in told["others"]] == [[4]]
-    assert "newest step: 1999; rank 4 at " in run(tmp_path)
-
-
-def test_the_hardware_explains_what_the_ranks_say(answer, tmp_path):
-    (tmp_path / "rank0.log").write_text(HEALTHY + "RuntimeError: CUDA error: unspecified launch failure\n")
-    (tmp_path / "sub").mkdir()
-    with gzip.open(tmp_path / "sub" / "kern.log.gz", "wt") as file:
-        file.write(f"{XID}\n")
-    (tmp_path / "model.pt").write_bytes(b"NVRM: Xid (PCI:0000:c2:00): 79, no log\n")
-    value = answer(tmp_path)
-    assert value["verdict"]["failure_class"] == "gpu_fallen_off_bus"
-    assert [(one["file"], one["line"]) for one in value["kernel_events"]] == [(f"{tmp_path}/sub/kern.log.gz", 1)]
 
 
 def test_a_run_that_has_succeeded_has_no_failure(answer, tmp_path):

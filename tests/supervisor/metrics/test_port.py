@@ -85,24 +85,6 @@ def test_a_scrape_and_what_is_no_scrape(tmp_path: Path) -> None:
     run(work())
 
 
-@pytest.mark.parametrize("sent", [b"\x00\xff garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 9000, b""])
-def test_nonsense_closes_its_connection_and_no_other(tmp_path: Path, sent: bytes) -> None:
-    async def work() -> None:
-        async with opened(tmp_path) as port:
-            reader, writer = await asyncio.open_connection(LOOPBACK, port.port)
-            writer.write(sent)
-            if not sent:
-                writer.close()
-            try:
-                await reader.read()
-            except ConnectionError:
-                pass
-            async with aiohttp.ClientSession() as client, client.get(url(port)) as answer:
-                assert answer.status == 200
-
-    run(work())
-
-
 def test_who_says_nothing_is_not_waited_for_and_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,44 +175,6 @@ def test_a_port_that_is_taken_or_switched_off_costs_the_metrics_and_nothing_else
     run(work())
 
 
-def test_one_folder_for_all_jobs_and_the_end_of_one(tmp_path: Path) -> None:
-    shared = tmp_path / "targets"
-    mine, other = tmp_path / "a" / "job", tmp_path / "b" / "job"
-    files = [TargetFile(str(job), str(shared), "agent", node) for job in (mine, other) for node in ("n1", "n2")]
-    controller = TargetFile(str(mine), str(shared), "controller")
-    for file in (*files, controller):
-        file.write("job", "h:1")
-    assert len(list(shared.iterdir())) == 5
-    assert all(name.endswith(".json") for name in os.listdir(shared))
-    controller.remove(all_of_job=True)
-    assert sorted(shared.iterdir()) == sorted(file.path for file in files[2:]), "the other job's stay"
-
-
-def test_of_jobs_in_their_usual_place_one_folder_beside_them_is_found(tmp_path: Path) -> None:
-    jobs = tmp_path / "unbroken-jobs"
-    controllers = [TargetFile(str(jobs / name), "", "controller") for name in ("a", "b")]
-    for number, controller in enumerate(controllers):
-        assert controller.write("job", f"h:{number + 1}")
-    assert sorted((jobs / "targets").glob("*.controller.json")) == [controller.path for controller in controllers]
-    assert not (jobs / "a").exists()
-    assert TargetFile(str(jobs / "b"), "", "controller").port() == 2
-    for controller in controllers:
-        controller.remove(all_of_job=True)
-    assert list((jobs / "targets").iterdir()) == []
-
-
-def test_where_that_folder_cannot_be_written_it_is_the_jobs_own(tmp_path: Path) -> None:
-    jobs = tmp_path / "unbroken-jobs"
-    jobs.mkdir()
-    (jobs / "targets").write_text("no folder")
-    agent = TargetFile(str(jobs / "a"), "", "agent", "n1")
-    assert agent.write("job", "h:1")
-    assert agent.path.parent == jobs / "a" / "targets"
-    assert agent.port() == 1
-    agent.remove()
-    assert list(agent.path.parent.iterdir()) == []
-
-
 def test_what_others_put_in_the_place_of_a_file_is_neither_waited_for_nor_written_through(tmp_path: Path) -> None:
     agent, elsewhere = target_of(tmp_path), tmp_path / "elsewhere"
     agent.path.parent.mkdir(parents=True)
@@ -242,16 +186,6 @@ def test_what_others_put_in_the_place_of_a_file_is_neither_waited_for_nor_writte
     agent.path.symlink_to(elsewhere)
     assert agent.write("job", "h:1")
     assert (elsewhere.read_text(), agent.path.is_symlink()) == ("x", False)
-
-
-@pytest.mark.parametrize(
-    ("address", "only"), [("127.0.0.1:1", True), ("[::1]:1", True), ("10.0.0.1:1", False), ("node127.0:1", False)]
-)
-def test_a_target_that_no_other_host_reaches_says_so(tmp_path: Path, address: str, only: bool) -> None:
-    agent = target_of(tmp_path)
-    agent.write("job", address)
-    (group,) = json.loads(agent.path.read_text())
-    assert group["labels"].get("unbroken_only_on") == (socket.gethostname() if only else None)
 
 
 def test_what_killed_daemons_left_goes_when_their_job_begins_anew_or_after_a_day(tmp_path: Path) -> None:
@@ -279,24 +213,6 @@ def test_what_killed_daemons_left_goes_when_their_job_begins_anew_or_after_a_day
     assert sorted(shared.iterdir()) == sorted([*kept, shared / "no-target.json"])
 
 
-def test_who_lives_stays_young(tmp_path: Path) -> None:
-    target = target_of(tmp_path)
-    target.write("j", "h:1")
-    about = target.path.stat()
-    os.utime(target.path, (0, 0))
-    target.write("j", "h:1")
-    again = target.path.stat()
-    assert again.st_mtime >= about.st_mtime
-    assert again.st_ino == about.st_ino, "not written anew for that"
-
-
-def test_a_node_may_have_any_name(tmp_path: Path) -> None:
-    target = TargetFile(str(tmp_path / "job"), "", "agent", "../../n 1")
-    target.write("j", "h:1")
-    assert target.path.parent == tmp_path / "job" / "targets"
-    assert json.loads(target.path.read_bytes())[0]["labels"]["node"] == "../../n 1"
-
-
 def test_a_controller_with_tls_says_so_and_prometheus_may_read_its_file(tmp_path: Path) -> None:
     target = TargetFile(str(tmp_path), "", "controller")
     before = os.umask(0o077)
@@ -307,14 +223,6 @@ def test_a_controller_with_tls_says_so_and_prometheus_may_read_its_file(tmp_path
     (group,) = json.loads(target.path.read_bytes())
     assert group["labels"]["__scheme__"] == "https"
     assert target.path.stat().st_mode & 0o777 == 0o644
-
-
-def test_nothing_is_raised_where_nothing_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    target = TargetFile(str(tmp_path / "job"), str(tmp_path / "file" / "below"), "controller")
-    assert not target.write("j", "h:1")
-    target.remove(all_of_job=True)
-    assert target.port() == 0
 
 
 def test_what_could_not_be_written_is_tried_again_until_the_job_has_ended(
@@ -339,21 +247,6 @@ def test_what_could_not_be_written_is_tried_again_until_the_job_has_ended(
         assert not path.exists()
 
     run(work())
-
-
-@pytest.mark.parametrize(
-    ("listen", "alone", "where"),
-    [
-        ("", True, (LOOPBACK, 0)),
-        ("", False, ("0.0.0.0", 0)),
-        ("0.0.0.0:7462", True, ("0.0.0.0", 7462)),
-        ("10.0.0.1", False, ("10.0.0.1", 0)),
-        (":7462", True, ("0.0.0.0", 7462)),
-        ("[::1]:7462", True, ("::1", 7462)),
-    ],
-)
-def test_where_agents_listen(listen: str, alone: bool, where: tuple[str, int]) -> None:
-    assert MetricsSettings(listen=listen).where(alone=alone) == where
 
 
 def test_an_address_that_is_none_is_refused_before_anything_starts(tmp_path: Path) -> None:

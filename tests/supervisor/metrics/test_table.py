@@ -158,16 +158,6 @@ def test_an_incident_from_its_verdict_to_the_next_first_step(driver: Driver) -> 
     assert after["unbroken_job_restarts_total",] == 1
 
 
-def test_steps_are_lost_from_the_checkpoint_on_where_only_every_tenth_is_shown(driver: Driver) -> None:
-    driver.up()
-    driver.tell(m.Progressed, after=10, attempt=1, step=21)
-    checkpoint = Checkpoint(path="/c/12", step=12, format="f", complete=True, modified_at=driver.now)
-    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(checkpoint,))
-    driver.crash("a", 0)
-    driver.up(step=20)
-    assert numbers(driver)["unbroken_job_lost_steps_total",] == 9, "steps 13 to 21"
-
-
 def test_counters_never_fall_whatever_happens(make_driver: Callable[..., Driver]) -> None:
     driver = make_driver(CRASH, max_restarts=1000)
     driver.join("a")
@@ -187,16 +177,6 @@ def test_counters_never_fall_whatever_happens(make_driver: Callable[..., Driver]
         if "backoff" in driver.job.timers:
             driver.fire("backoff")
     assert before["unbroken_job_incidents_total", "worker_crash"] == RECORDS_KEPT + 20
-
-
-def test_a_replayed_job_tells_the_same(driver: Driver) -> None:
-    """What a controller that was started again counts goes on where the last one's counting ended."""
-    driver.up()
-    driver.tell(m.Progressed, after=10, attempt=1, step=21)
-    driver.crash("a", 0)
-    driver.now += 4
-    driver.up(step=15)
-    assert values(job_samples(driver.replayed(), driver.now)) == numbers(driver)
 
 
 def test_the_newest_good_checkpoint(driver: Driver) -> None:
@@ -309,21 +289,6 @@ def test_a_node_with_gpus_in_every_state(health: HealthMonitor, tmp_path: Path) 
     assert now["unbroken_process_cpu_seconds_total", "agent"] > 0
 
 
-def test_rows_of_a_node_are_bounded(health: HealthMonitor, tmp_path: Path) -> None:
-    checks = tuple(
-        Check(
-            id=f"c{n}", what="w", source="s", threshold="t", failure_class=FailureClass.GPU_HANG, scope="gpu", looks=1
-        )
-        for n in range(300)
-    )
-    health.check_states.learn({f"p{n}": (check,) for n, check in enumerate(checks)})
-    for n, check in enumerate(checks):
-        gpu = f"{n:04x}:00:00"
-        result = unhealthy(check.id, "x" * 100, gpu, gpu=gpu)
-        health.check_states.note(PollReport(probe=f"p{n}", wall=1.0, mono=1.0, took_s=0.1, results=(result,)))
-    assert len(node_samples(health, tmp_path)) < 1000
-
-
 def test_a_process_that_has_gone_tells_nothing() -> None:
     assert list(process_samples("station_gpu", 1 << 22)) == []
 
@@ -395,15 +360,6 @@ def test_no_text_and_no_secret_becomes_a_label(busy: Driver) -> None:
         for label, value in re.findall(r'(\w+)="([^"]*)"', labels):
             assert label in LABELS | STATESETS | {"version"}
             assert re.fullmatch(r"[\w.:/-]{0,64}", value), (label, value)
-
-
-def test_an_agent_is_read_back_too(health: HealthMonitor, tmp_path: Path) -> None:
-    result = unhealthy("ecc", "text", GPU, gpu=GPU, gpu_uuid="GPU-1")
-    health.check_states.note(PollReport(probe="nvml", wall=77.0, mono=1.0, took_s=0.1, results=(result,)))
-    text = text_of(AGENT, node_samples(health, tmp_path), ["j", "n1"])
-    found = {f.name: f for f in open_metrics.text_string_to_metric_families(text)}
-    assert {s.labels["node"] for f in found.values() for s in f.samples} == {"n1"}
-    assert found["unbroken_gpu_health"].type == "stateset"
 
 
 @pytest.mark.parametrize(

@@ -62,12 +62,6 @@ def test_what_makes_no_sense_is_refused_by_name(values: dict[str, Any], problem:
     assert "pa55word" not in str(caught.value)
 
 
-def test_a_password_in_the_address_is_refused_and_not_shown(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"opinion\.url = .*\[secret\]@x") as caught:
-        load({}, {"UNBROKEN_OPINION_URL": "https://me:pa55word@x/v1"}, tmp_path)
-    assert "pa55word" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("values", "problem"),
     [

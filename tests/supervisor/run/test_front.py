@@ -256,7 +256,7 @@ def test_a_second_run_of_the_same_job_on_the_same_node_is_refused(run: Run) -> N
     run.start()
     second = front(run, "main(given(job_dir='job', node_name='n1'), ['torchrun', 't.py'])")
     assert second.returncode == 78
-    assert "runs already on this node" in second.stderr
+    assert "already runs on this node" in second.stderr
     (run.folder / "go").write_text("0")
     assert run.end()[0] == 0
 

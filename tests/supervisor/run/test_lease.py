@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,21 +65,6 @@ def test_a_life_elsewhere_that_beats_is_not_taken(tmp_path: Path) -> None:
         taken(tmp_path, ME, clock, joins=True)
 
 
-def test_a_life_elsewhere_that_is_silent_is_followed_after_a_while(tmp_path: Path) -> None:
-    """Whatever its clock says."""
-    hold(tmp_path, msgspec.structs.replace(ELSEWHERE, since=4e9))
-    clock = Clock()
-    assert taken(tmp_path, clock=clock) is not None
-    assert lease.DEAD_S <= clock.time < lease.DEAD_S + 1
-
-
-def test_a_front_that_is_stopped_lives_while_its_controller_writes(tmp_path: Path) -> None:
-    hold(tmp_path, ELSEWHERE)
-    clock = Clock(lambda time: (tmp_path / "journal.1.jsonl").write_text("x" * int(time / 10)) and None)
-    with pytest.raises(JobRunsAlready):
-        taken(tmp_path, clock=clock)
-
-
 def test_on_this_host_the_process_tells_at_once(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         holder = msgspec.structs.replace(ME, pid=process.pid, start_time=start_time(process.pid) or 0)
@@ -93,16 +76,6 @@ def test_on_this_host_the_process_tells_at_once(tmp_path: Path) -> None:
     assert clock.time == 0.0
 
 
-def test_a_process_of_another_namespace_is_not_looked_for(tmp_path: Path) -> None:
-    """Its id may be that of anybody here, or of nobody."""
-    nobody = msgspec.structs.replace(ME, pid=1 << 22, pid_namespace="pid:[1]")
-    assert lease.standing(nobody, ME, Here.find(), lambda _: None) == "unknown"
-    path = hold(tmp_path, nobody)
-    clock = Clock(lambda time: path.write_bytes(lease.encode(msgspec.structs.replace(nobody, beat=int(time)))))
-    with pytest.raises(JobRunsAlready):
-        taken(tmp_path, clock=clock)
-
-
 def test_a_job_that_its_scheduler_has_started_again_follows_at_once(tmp_path: Path) -> None:
     hold(tmp_path, msgspec.structs.replace(ELSEWHERE, scheduler_job="7", requeues=1))
     clock = Clock()
@@ -112,17 +85,6 @@ def test_a_job_that_its_scheduler_has_started_again_follows_at_once(tmp_path: Pa
         assert (told == "free") == at_once
     assert taken(tmp_path, mine, clock) is not None
     assert clock.time == 0.0
-
-
-@pytest.mark.parametrize("damage", [b"", b"{", b"\0" * 2048, lease.encode(ELSEWHERE)[:100]], ids=range(4))
-def test_a_torn_lease_is_watched(tmp_path: Path, damage: bytes) -> None:
-    path = hold(tmp_path, ELSEWHERE)
-    path.write_bytes(damage)
-    mended = Clock(lambda time: path.write_bytes(lease.encode(ELSEWHERE)) and None if time > 5 else None)
-    with pytest.raises(JobRunsAlready):
-        taken(tmp_path, clock=mended)
-    path.write_bytes(damage)
-    assert taken(tmp_path) is not None
 
 
 def test_of_many_that_come_at_once_one_takes_it(tmp_path: Path) -> None:
@@ -172,21 +134,6 @@ def test_who_is_followed_finds_out_and_a_folder_that_is_gone_changes_nothing(tmp
     found = lease.read_lease(path)
     assert found is not None
     assert found.ended
-
-
-def test_a_full_disk_is_no_reason_for_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = taken(tmp_path)
-    assert mine is not None
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    fast = Lease(tmp_path, 1, mine.holder, beat_s=0.001)
-    fast.keep()
-    _until(lambda: fast.holder.beat > 3)
-    fast.give_up()
-    assert fast.lost == ""
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -86,14 +86,6 @@ def test_a_job_without_a_time_limit_has_none() -> None:
     assert [one and one.ends_at for one in limits] == [start + 30 * 86400.0, None]
 
 
-def test_by_itself_it_is_slurm_in_its_jobs_and_else_none() -> None:
-    told, node = scheduler_job("", SLURM)
-    assert told == {"scheduler": "slurm", "scheduler_job": "77", "requeues": 1, "ends_at": 1_800_000_000.0}
-    assert node == "node2"
-    assert scheduler_job("slurm", SLURM) == (told, node)
-    assert scheduler_job("", {}) == scheduler_job("local", SLURM) == ({}, "")
-
-
 def test_one_that_is_plugged_in(install: Callable[..., None]) -> None:
     install(queue="a_queue_of_ours:Queue")
     told, node = scheduler_job("queue", {**SLURM, "QUEUE_JOB": "train-3"})

@@ -4,8 +4,7 @@ import json
 import os
 import select
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,22 +64,6 @@ def screen(tmp_path: Path) -> Iterator[Screen]:
             pass  # closed by the test
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_whole_lines_are_shown_at_once_on_the_right_stream(screen: Screen) -> None:
-    screen.attempt(1, ranks=2)
-    screen.write("step 1\n")
-    screen.write("warning\n", rank=1, stream="err")
-    assert screen.shown() == "step 1\n"
-    assert screen.read(screen.err) == "warning\n"
-    assert screen.shown() == ""
-
-
 def test_the_start_of_a_line_waits_for_its_end_but_not_for_ever(screen: Screen) -> None:
     screen.attempt(1, ranks=2)
     screen.write("loss ")
@@ -94,22 +77,6 @@ def test_the_start_of_a_line_waits_for_its_end_but_not_for_ever(screen: Screen) 
     assert screen.shown(now=2.0 + HOLD_S) == "epoch 1:  10%|#  "
 
 
-def test_a_rest_behind_whole_lines_is_shown_in_time(screen: Screen) -> None:
-    screen.attempt(1)
-    screen.write("a\nb")
-    assert screen.terminal.pump(1.0) <= HOLD_S
-    assert screen.read() == "a\n"
-    assert screen.shown(now=1.0 + HOLD_S) == "b"
-
-
-def test_progress_bars_come_through_unchanged(screen: Screen) -> None:
-    bar = "".join(f"\r{n}%|{'█' * n}" for n in range(20))
-    screen.attempt(1)
-    screen.write(bar)
-    shown = screen.shown(now=1.0) + screen.shown(now=1.0 + HOLD_S)
-    assert shown == bar
-
-
 def test_a_new_attempt_is_taken_up_and_nothing_is_shown_twice(screen: Screen) -> None:
     screen.attempt(1)
     screen.write("one\n")
@@ -121,12 +88,6 @@ def test_a_new_attempt_is_taken_up_and_nothing_is_shown_twice(screen: Screen) ->
     screen.attempt(3)
     screen.write("three\n", attempt=3)
     assert screen.shown(now=2.0) == "three\n"
-
-
-def test_streams_that_torchrun_shows_itself_are_left_to_it(screen: Screen) -> None:
-    screen.attempt(1, terminal=False)
-    screen.write("teed\n")
-    assert screen.shown() == ""
 
 
 def test_a_half_written_list_of_streams_is_read_again(screen: Screen) -> None:
@@ -200,28 +161,6 @@ def test_a_line_wakes_the_loop_at_once(screen: Screen) -> None:
     assert not poll.poll(0)
 
 
-def test_it_tells_whether_there_was_anything_new(screen: Screen) -> None:
-    screen.attempt(1)
-    screen.terminal.pump(0.0)
-    assert not screen.terminal.took
-    screen.write("x\n")
-    screen.terminal.pump(1.0)
-    assert screen.terminal.took
-    screen.write("the start of a line")
-    screen.terminal.pump(2.0)
-    assert not screen.terminal.took, "it is held"
-    screen.terminal.pump(2.0 + HOLD_S)
-    assert screen.terminal.took
-
-
-def test_who_spoke_first_is_shown_first(screen: Screen) -> None:
-    screen.attempt(1, ranks=3)
-    screen.terminal.pump(0.0)
-    for rank in (2, 0, 1, 2):
-        screen.write(f"rank {rank}\n", rank=rank)
-    assert screen.shown(now=0.1) == "rank 2\nrank 2\nrank 0\nrank 1\n"
-
-
 def test_what_was_not_told_as_changed_is_found_in_time(screen: Screen) -> None:
     screen.attempt(1)
     screen.terminal.pump(0.0)
@@ -229,14 +168,6 @@ def test_what_was_not_told_as_changed_is_found_in_time(screen: Screen) -> None:
     screen.terminal.changes.drain()
     assert screen.shown(now=0.1) == ""
     assert screen.shown(now=0.3) == "x\n"
-
-
-def test_a_missing_file_is_waited_for(screen: Screen) -> None:
-    screen.attempt(1)
-    screen.paths.rank_file(1, 0, "out").unlink()
-    assert screen.shown(now=0.0) == ""
-    screen.write("late\n")
-    until(lambda: screen.shown(now=time.monotonic()) == "late\n")
 
 
 def test_output_that_was_shown_is_given_back_to_the_disk(tmp_path: Path) -> None:

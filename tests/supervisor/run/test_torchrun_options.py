@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 
 import pytest
 
 from supervisor.errors import LaunchRefused
-from supervisor.run.torchrun_options import OPTIONS, TorchrunCommand, read_command, starts_with_omp_default
+from supervisor.run.torchrun_options import OPTIONS, TorchrunCommand, read_command
 
 
 def read(line: str, nproc: str | None = None, **environment: str) -> TorchrunCommand:
@@ -75,20 +75,6 @@ def test_every_option_of_this_torchrun_is_known(torchrun: ArgumentParser) -> Non
     assert flags == {text for option in OPTIONS if option.flag for text in option.spellings}
 
 
-@pytest.mark.usefixtures("torchrun")
-def test_pet_variables_are_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"PET_NNODES": "2:3", "PET_NPROC_PER_NODE": "4", "PET_STANDALONE": "1", "PET_MAX_RESTARTS": "5"}
-    command = read("torchrun t.py", **given)
-    assert (command.nodes_min, command.nodes_max, command.nproc_per_node, command.max_restarts) == (2, 3, "4", 5)
-    for name, value in {**given, **command.environment}.items():
-        monkeypatch.setenv(name, value)
-    import torch.distributed.run as run
-
-    seen: Namespace = run.get_args_parser().parse_args(list(command.launcher_argv("job")))
-    assert (seen.nnodes, seen.nproc_per_node, seen.standalone, seen.rdzv_backend) == ("2:3", "4", False, "unbroken")
-    assert read("torchrun --nnodes 1 t.py", **given).nodes_max == 1
-
-
 def test_plain_python_becomes_torchrun() -> None:
     command = read("python -u train.py --x -m 1", nproc="4")
     assert command.launcher_argv("j")[-5:] == ("--nproc-per-node=4", "train.py", "--x", "-m", "1")
@@ -136,12 +122,6 @@ def test_refusals_name_what_is_wrong_in_one_line(line: str, says: str) -> None:
     assert "\n" not in text
 
 
-def test_two_numbers_of_processes_are_refused() -> None:
-    assert "given twice" in refusal("torchrun --nproc-per-node 2 t.py", nproc="4")
-    assert read("torchrun --nproc-per-node 2 t.py", nproc="2").nproc_per_node == "2"
-    assert read("torchrun t.py", nproc="4", PET_NPROC_PER_NODE="2").nproc_per_node == "4"
-
-
 def test_restart_budget_and_what_is_not_used_are_said() -> None:
     command = read("torchrun --max-restarts 3 --rdzv-endpoint h:1 --node-rank 1 --nnodes 2 t.py")
     assert (command.max_restarts, command.node_rank) == (3, 1)
@@ -162,10 +142,6 @@ def test_options_of_a_newer_torchrun_are_passed_on() -> None:
     assert command.launcher_argv("j")[-5:] == ("--brand-new", "4", "--nproc-per-node", "2", "t.py")
 
 
-def test_help_is_torchruns_own() -> None:
-    assert read("torchrun --nnodes 2 --help").wants_help
-
-
 @pytest.mark.parametrize(
     ("line", "label"),
     [
@@ -177,9 +153,3 @@ def test_help_is_torchruns_own() -> None:
 )
 def test_the_jobs_name_comes_from_the_script(line: str, label: str) -> None:
     assert read(line).label == label
-
-
-def test_omp_default_is_torchruns() -> None:
-    assert starts_with_omp_default(2, {})
-    assert not starts_with_omp_default(1, {})
-    assert not starts_with_omp_default(8, {"OMP_NUM_THREADS": "4"})
