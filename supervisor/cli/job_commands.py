@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
 
@@ -293,27 +293,14 @@ Interrupts = Literal["never", "perhaps", "always"]
 """Whether a command interrupts the run, or takes a node from others: then somebody is asked first."""
 
 
-class CommandOptions(NamedTuple):
-    """What every command of an operator is given beside its argument."""
-
-    job: JobHandle
-    as_json: bool
-    reason: str
-    yes: bool
-    dry_run: bool
-
-
 def command_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of every command below; it gets them as `options`."""
-
-    @functools.wraps(command)
-    def given(job: JobHandle, as_json: bool, reason: str, yes: bool, dry_run: bool, **arguments: Any) -> None:
-        command(options=CommandOptions(job, as_json, reason, yes, dry_run), **arguments)
-
-    function: Callable[..., None] = job_options(given)
-    function = click.option("--reason", "-m", default="", help="The reason; the journal keeps it.")(function)
-    function = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")(function)
-    return click.option("--dry-run", is_flag=True, help="Only say what the command would do.")(function)
+    """The options of every command with which an operator acts; `give` gets them."""
+    options = [
+        click.option("--dry-run", is_flag=True, help="Only say what the command would do."),
+        click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation."),
+        click.option("--reason", "-m", default="", help="The reason; the journal keeps it."),
+    ]
+    return functools.reduce(lambda function, option: option(function), reversed(options), job_options(command))
 
 
 # ----- the commands -----
@@ -321,74 +308,74 @@ def command_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @command_options
-def pause(options: CommandOptions) -> None:
+def pause(job: JobHandle, **options: Any) -> None:
     """Watch and record, but do nothing, until `resume`."""
-    give(options, "pause")
+    give(job, "pause", **options)
 
 
 @click.command()
 @command_options
-def resume(options: CommandOptions) -> None:
+def resume(job: JobHandle, **options: Any) -> None:
     """Act again after `pause`; let a held job go on."""
-    give(options, "resume")
+    give(job, "resume", **options)
 
 
 @click.command()
 @command_options
-def restart(options: CommandOptions) -> None:
+def restart(job: JobHandle, **options: Any) -> None:
     """Stop the workers and start the next attempt now."""
-    give(options, "restart", interrupts="always")
+    give(job, "restart", interrupts="always", **options)
 
 
 @click.command()
 @command_options
-def stop(options: CommandOptions) -> None:
+def stop(job: JobHandle, **options: Any) -> None:
     """End the job: the workers get SIGTERM, later SIGKILL."""
-    give(options, "stop", interrupts="always")
+    give(job, "stop", interrupts="always", **options)
 
 
 @click.command()
 @click.argument("node", metavar="NODE[/GPU]")
 @command_options
-def cordon(options: CommandOptions, node: str) -> None:
+def cordon(job: JobHandle, node: str, **options: Any) -> None:
     """Do not use NODE (or NODE/GPU) from the next attempt on.
 
     The scheduler may be asked to drain NODE for the whole cluster. Before it drains a node or interrupts the run, the
     command asks you (`--yes`: it does not). Exit code 3: the job has no such node; it is cordoned all the same.
     """
-    give(options, "cordon", node, interrupts="perhaps")
+    give(job, "cordon", node, interrupts="perhaps", **options)
 
 
 @click.command()
 @click.argument("node", metavar="NODE[/GPU]")
 @command_options
-def uncordon(options: CommandOptions, node: str) -> None:
+def uncordon(job: JobHandle, node: str, **options: Any) -> None:
     """Use NODE again, or stop leaving it out because of GPU."""
-    give(options, "uncordon", node)
+    give(job, "uncordon", node, **options)
 
 
 @click.command()
 @click.argument("mode", metavar="MODE", type=click.Choice(["observe", "recommend", "enforce"]))
 @command_options
-def mode(options: CommandOptions, mode: str) -> None:
+def mode(job: JobHandle, mode: str, **options: Any) -> None:
     """observe: only watch; recommend: ask before acting; enforce: act."""
-    give(options, "mode", mode)
+    give(job, "mode", mode, **options)
 
 
 @click.command()
 @click.argument("what", metavar="[INCIDENT|RULE]", default="")
 @command_options
-def approve(options: CommandOptions, what: str) -> None:
+def approve(job: JobHandle, what: str, **options: Any) -> None:
     """Do what was proposed for INCIDENT (mode recommend), or use RULE that a model proposed."""
-    give(options, "approve", what)
+    give(job, "approve", what, **options)
 
 
 @click.command()
 @click.argument("what", metavar="[INCIDENT|RULE]", default="")
 @command_options
-def reject(options: CommandOptions, what: str) -> None:
+def reject(job: JobHandle, what: str, **options: Any) -> None:
     """Do not do what was proposed for INCIDENT (mode recommend), or forget RULE that a model proposed."""
-    give(options, "reject", what)
+    give(job, "reject", what, **options)
 
 
 OPERATOR_COMMANDS = (pause, resume, restart, stop, cordon, uncordon, mode, approve, reject)
@@ -397,22 +384,31 @@ OPERATOR_COMMANDS = (pause, resume, restart, stop, cordon, uncordon, mode, appro
 # ----- giving one -----
 
 
-def give(options: CommandOptions, name: CommandName, argument: str = "", interrupts: Interrupts = "never") -> NoReturn:
+def give(
+    job: JobHandle,
+    name: CommandName,
+    argument: str = "",
+    *,
+    interrupts: Interrupts = "never",
+    reason: str,
+    yes: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> NoReturn:
     """Have the controller carry the command out, or say what it would do, and end the program with a code for that."""
-    job = options.job
-    command = OperatorCommand(at=time.time(), command=name, argument=argument, reason=options.reason, by=_operator())
+    command = OperatorCommand(at=time.time(), command=name, argument=argument, reason=reason, by=_operator())
     if name in ("approve", "reject") and argument.startswith(RULE_PREFIX):
-        answer = decide_rule(command, job.folder, job.client, dry_run=options.dry_run)
-    elif options.dry_run:
+        answer = decide_rule(command, job.folder, job.client, dry_run=dry_run)
+    elif dry_run:
         answer = _dry_run(command, job)
     else:
-        if job.is_guessed and job.folder is not None and not options.as_json:
+        if job.is_guessed and job.folder is not None and not as_json:
             warn(f"the job is {job.folder}, the newest here")
-        if interrupts != "never" and not options.yes:
+        if interrupts != "never" and not yes:
             _confirm(command, job, always=interrupts == "always")
         answer = _send(command, job)
-    lines = [answer["would"]] if options.dry_run else answer["notes"] or [f"{name}: done"]
-    print_answer(answer, options.as_json, lambda _: click.echo("\n".join(lines)))
+    lines = [answer["would"]] if dry_run else answer["notes"] or [f"{name}: done"]
+    print_answer(answer, as_json, lambda _: click.echo("\n".join(lines)))
     unknown = ExitCode.UNKNOWN_NODE if answer.get("unknown_node") else ExitCode.DONE
     sys.exit(ExitCode.NOT_DONE if answer.get("refused") else unknown)
 
