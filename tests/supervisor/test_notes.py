@@ -51,3 +51,10 @@ def test_a_note_may_tell_or_repeat_its_event() -> None:
     assert tells(note("node_back", node="n3", host="h3"), "node_joined")
     assert repeats(note("node_joined", node="n3", host="h3"), "node_joined")
     assert not tells(note("node_joined", node="n3", host="h3"), "node_joined")
+
+
+def test_a_note_from_before_kinds_stands_for_its_event() -> None:
+    old = Note(text="rank 1 on b ended with code 1")
+    assert tells(old, "rank_ended")
+    assert tells(old, "override_given")
+    assert not tells(old, "progressed")
