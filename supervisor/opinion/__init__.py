@@ -1,5 +1,5 @@
 """A language model's opinion on incidents: asked for beside everything else, shown, and never acted upon.
 
-`inquirer` takes what is wanted and posts what came of it; `endpoint` and `local` ask a model; `local_model` is the
-program that runs one, in the training environment; `pending` keeps the rules that a model proposed.
+`queue` takes what is wanted and posts what came of it; `client` asks a model, each time in a process of its own:
+`ask_endpoint` for a server, `local_model` for a model in a folder. `pending` keeps the rules that a model proposed.
 """

@@ -19,10 +19,10 @@ from diagnosis import llm
 from diagnosis.llm import Question
 from diagnosis.signals import clean_line
 from diagnosis.text import HIDDEN
-from supervisor.blocking import BlockingCalls, timeout
+from supervisor.blocking import timeout
 from supervisor.errors import ModelUnavailable
 from supervisor.files import open_regular
-from supervisor.opinion.client import ModelAnswer, ProcessAnswer
+from supervisor.opinion.client import ProcessAnswer
 from supervisor.opinion.local_model import stay_small
 
 RESPONSE_BYTES: Final = 256 * 1024
@@ -52,87 +52,82 @@ class _Refused(Exception):
         self.status = status
 
 
-class EndpointClient:
-    """Asks `model` at `url` (`https://host/v1`), with the key in `key_file` where there is one."""
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked on stdin: `model` at `url` (`https://host/v1`), with the key in `key_file` where there is one."""
 
-    def __init__(self, url: str, model: str, key_file: str, timeout_s: float) -> None:
-        self._url = f"{url.rstrip('/')}/chat/completions"
-        self._model = model
-        self._key_file = key_file
-        self._timeout_s = timeout_s
-        self._files = BlockingCalls("opinion key")
+    url: str
+    model: str
+    key_file: str
+    timeout_s: float
+    question: Question
+    parent: int = 0
 
-    async def ask(self, question: Question) -> ModelAnswer:
-        try:
-            async with timeout(self._timeout_s):
-                return await self._ask(question)
-        except asyncio.TimeoutError:
-            raise ModelUnavailable(f"no answer within {self._timeout_s:.0f} s") from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ModelUnavailable(
-                f"the endpoint cannot be asked: {clean_line(str(error) or type(error).__name__)}"
-            ) from None
 
-    async def _ask(self, question: Question) -> ModelAnswer:
-        key = await self._key()
-        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        headers |= {"Authorization": f"Bearer {key}"} if key else {}
-        async with aiohttp.ClientSession(
-            headers=headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            connector=aiohttp.TCPConnector(force_close=True),  # who refuses may hang up without a word: asked anew
-            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-        ) as session:
+async def ask(request: Request) -> str:
+    """The answer's text. Raises ModelUnavailable."""
+    key = _key(request.key_file) if request.key_file else ""
+    headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        async with (
+            timeout(request.timeout_s),
+            aiohttp.ClientSession(
+                headers=headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                connector=aiohttp.TCPConnector(force_close=True),  # who refuses may hang up without a word: asked anew
+                timeout=aiohttp.ClientTimeout(total=request.timeout_s),
+            ) as session,
+        ):
             try:
-                try:
-                    text = await self._post(session, question, with_schema=True)
-                except _Refused as refused:
-                    if refused.status not in PLAINER:
-                        raise
-                    text = await self._post(session, question, with_schema=False)
+                text = await _post(session, request, with_schema=True)
             except _Refused as refused:
-                why = str(refused).replace(key, HIDDEN) if key else str(refused)
-                raise ModelUnavailable(f"the endpoint answers {refused.status}: {why or 'without a reason'}") from None
-        return ModelAnswer(text.replace(key, HIDDEN) if key else text, len(question.lines), self._model)
+                if refused.status not in PLAINER:
+                    raise
+                text = await _post(session, request, with_schema=False)
+    except _Refused as refused:
+        why = str(refused).replace(key, HIDDEN) if key else str(refused)
+        raise ModelUnavailable(f"the endpoint answers {refused.status}: {why or 'without a reason'}") from None
+    except asyncio.TimeoutError:
+        raise ModelUnavailable(f"no answer within {request.timeout_s:.0f} s") from None
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        why = clean_line(str(error) or type(error).__name__)
+        raise ModelUnavailable(f"the endpoint cannot be asked: {why}") from None
+    return text.replace(key, HIDDEN) if key else text
 
-    async def _key(self) -> str:
-        """Raises ModelUnavailable."""
-        if not self._key_file:
-            return ""
 
-        def read() -> str:
-            with open(open_regular(Path(self._key_file)), "rb") as file:
-                return file.read(KEY_BYTES).decode("ascii", errors="replace").strip()
+def _key(path: str) -> str:
+    """Raises ModelUnavailable. A file system that hangs is the end of this process, and of nothing else."""
+    try:
+        with open(open_regular(Path(path)), "rb") as file:
+            key = file.read(KEY_BYTES).decode("ascii", errors="replace").strip()
+    except OSError as error:
+        raise ModelUnavailable(f"the key cannot be read from {path}: {error.strerror}") from None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ModelUnavailable(f"{path} does not hold a key")
+    return key
 
-        try:
-            key = await self._files.run(read, 5.0)
-        except OSError as error:
-            raise ModelUnavailable(f"the key cannot be read from {self._key_file}: {error.strerror}") from None
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise ModelUnavailable(f"{self._key_file} holds no key")
-        return key
 
-    async def _post(self, session: aiohttp.ClientSession, question: Question, *, with_schema: bool) -> str:
-        """Raises _Refused and ModelUnavailable."""
-        body: dict[str, Any] = {
-            "model": self._model,
-            "messages": [
-                {"role": "system", "content": question.system},
-                {"role": "user", "content": llm.prompt(question)},
-            ],
-        }
-        if with_schema:
-            form = {"name": "opinion", "strict": True, "schema": llm.schema(question)}
-            body["response_format"] = {"type": "json_schema", "json_schema": form}
-            body |= {"temperature": 0, "max_tokens": MAX_TOKENS, "stream": False}
-        headers = {"Content-Type": "application/json"}
-        data = msgspec.json.encode(body)
-        async with session.post(self._url, data=data, headers=headers, allow_redirects=False) as response:
-            content = await _bounded(response)
-            if response.status != 200:
-                raise _Refused(response.status, clean_line(content[:600].decode(errors="replace"), 150))
-        return _text(content)
+async def _post(session: aiohttp.ClientSession, request: Request, *, with_schema: bool) -> str:
+    """Raises _Refused and ModelUnavailable."""
+    question = request.question
+    body: dict[str, Any] = {
+        "model": request.model,
+        "messages": [
+            {"role": "system", "content": question.system},
+            {"role": "user", "content": llm.prompt(question)},
+        ],
+    }
+    if with_schema:
+        form = {"name": "opinion", "strict": True, "schema": llm.schema(question)}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+        body |= {"temperature": 0, "max_tokens": MAX_TOKENS, "stream": False}
+    url = f"{request.url.rstrip('/')}/chat/completions"
+    async with session.post(url, data=msgspec.json.encode(body), allow_redirects=False) as response:
+        content = await _bounded(response)
+        if response.status != 200:
+            raise _Refused(response.status, clean_line(content[:600].decode(errors="replace"), 150))
+    return _text(content)
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
@@ -158,29 +153,15 @@ def _text(content: bytes) -> str:
 # ----- the process -----
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked on stdin."""
-
-    url: str
-    model: str
-    key_file: str
-    timeout_s: float
-    question: Question
-    parent: int = 0
-
-
 def main() -> int:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     stay_small(request.parent)
     # A server that sends for ever keeps a core busy until the deadline, but not for longer than this.
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     try:
-        exchange = EndpointClient(request.url, request.model, request.key_file, request.timeout_s)
-        answer = asyncio.run(exchange.ask(request.question))
+        reply = ProcessAnswer(answer=asyncio.run(ask(request)), lines=len(request.question.lines))
     except ModelUnavailable as error:
         reply = ProcessAnswer(problem=str(error))
-    else:
-        reply = ProcessAnswer(answer=answer.text, lines=answer.lines)
     sys.stdout.buffer.write(msgspec.json.encode(reply))
     sys.stdout.buffer.flush()
     return 0

@@ -14,15 +14,15 @@ import pytest
 from diagnosis import llm
 from diagnosis.taxonomy import FailureClass
 from supervisor.errors import ModelUnavailable
-from supervisor.opinion.ask_endpoint import EndpointClient
+from supervisor.opinion.ask_endpoint import Request, ask
 from supervisor.opinion.client import Endpoint
 
 TIMEOUT_S = 1.0
 
 
-def endpoint(url: str, key_file: str = "", timeout_s: float = 10.0) -> EndpointClient:
+async def asked_at(url: str, question: llm.Question, key_file: str = "", timeout_s: float = 10.0) -> str:
     """What its process does, here."""
-    return EndpointClient(url, "some-model", key_file, timeout_s)
+    return await ask(Request(url=url, model="some-model", key_file=key_file, timeout_s=timeout_s, question=question))
 
 
 def test_the_question_goes_out_with_its_schema_and_the_answer_comes_back(
@@ -36,9 +36,9 @@ def test_the_question_goes_out_with_its_schema_and_the_answer_comes_back(
 
     async def scenario() -> None:
         async with serving(server) as asked:
-            answer = await endpoint(asked.url, str(key)).ask(question)
-        opinion = llm.ground(answer.text, seen, lines=answer.lines, model=answer.model)
-        assert (opinion.failure_class, opinion.model) == (FailureClass.SCRIPT_ERROR, "some-model")
+            answer = await asked_at(asked.url, question, str(key))
+        opinion = llm.ground(answer, seen, lines=len(question.lines))
+        assert opinion.failure_class == FailureClass.SCRIPT_ERROR
         (head,), (body,) = asked.heads, asked.bodies
         assert head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
         assert b"authorization: bearer k-12345678" in head.lower()
@@ -64,8 +64,8 @@ def test_a_server_that_knows_no_schema_is_asked_once_more_without(
 
     async def scenario() -> None:
         async with serving(server) as asked:
-            answer = await endpoint(asked.url).ask(question)
-        assert answer.text == good_answer
+            answer = await asked_at(asked.url, question)
+        assert answer == good_answer
         assert len(asked.bodies) == 2
 
     asyncio.run(scenario())
@@ -81,11 +81,11 @@ def test_whatever_a_server_does_there_is_an_end(
     async def scenario() -> str:
         async with serving(server) as asked:
             try:
-                answer = await endpoint(asked.url, str(key), TIMEOUT_S).ask(question)
+                answer = await asked_at(asked.url, question, str(key), TIMEOUT_S)
             except ModelUnavailable as error:
                 opinion = llm.no_opinion(str(error), "m")
             else:
-                opinion = llm.ground(answer.text, seen, lines=answer.lines)
+                opinion = llm.ground(answer, seen, lines=len(question.lines))
             assert len(asked.bodies) <= 2
             if name == "redirects":
                 assert len(asked.bodies) == 1
@@ -105,25 +105,25 @@ def test_whatever_a_server_does_there_is_an_end(
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"), [("", "holds no key"), ("two words", "holds no key"), (None, "cannot")]
+    ("content", "problem"), [("", "does not hold a key"), ("two words", "does not hold a key"), (None, "cannot")]
 )
 def test_a_key_that_cannot_be_used(content: str | None, problem: str, question: llm.Question, tmp_path: Path) -> None:
     path = tmp_path / "key"
     if content is not None:
         path.write_text(content)
     with pytest.raises(ModelUnavailable, match=problem):
-        asyncio.run(endpoint("http://127.0.0.1:9/v1", str(path)).ask(question))
+        asyncio.run(asked_at("http://127.0.0.1:9/v1", question, str(path)))
 
 
 def test_nobody_listens(question: llm.Question) -> None:
     with pytest.raises(ModelUnavailable, match="cannot be asked"):
-        asyncio.run(endpoint("http://127.0.0.1:9/v1").ask(question))
+        asyncio.run(asked_at("http://127.0.0.1:9/v1", question))
 
 
 def test_a_server_without_a_certificate_is_not_believed(serving: Any, misdeeds: Any, question: llm.Question) -> None:
     async def scenario() -> None:
         async with serving(misdeeds["lies"]) as asked:
-            await endpoint(asked.url.replace("http:", "https:"), timeout_s=TIMEOUT_S).ask(question)
+            await asked_at(asked.url.replace("http:", "https:"), question, timeout_s=TIMEOUT_S)
 
     with pytest.raises(ModelUnavailable):
         asyncio.run(scenario())
