@@ -73,12 +73,6 @@ class RankProcessReader:
             written,
         )
 
-    def state(self) -> ProcessState | None:
-        """The state letter alone, a third of what `read` takes; None when the process is gone."""
-        stat = self._bytes("stat")
-        at = stat.rfind(b")") + 2
-        return _STATES.get(stat[at : at + 1], "?") if stat else None
-
     def _asked(self) -> tuple[int, int]:
         io = self._bytes("io").split(None, 4)
         return (int(io[1]), int(io[3])) if len(io) > 3 else (0, 0)

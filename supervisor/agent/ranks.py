@@ -12,7 +12,6 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -126,11 +125,8 @@ class RankTracker:
         self._locked_since: float | None = None
         self._ran_for_a_moment = False
         """The newest look at its threads found one that may go on, the look before did not."""
-        self._newest_beacon: BeaconReading | None = None
-        self._beat_at: float | None = None
-        self._groups: dict[str, tuple[int, int]] = {}
-        self._beacon_step: int | None = None
-        self._phase: Phase = ""
+        self._newest = BeaconReading()
+        """The newest beacon."""
         self._step: int | None = None
         self._state: ProcessState = "?"
         self._cpu_s = 0.0
@@ -205,14 +201,14 @@ class RankTracker:
         return found
 
     def _note_step(self) -> None:
-        step = self._beacon_step
+        step = self._newest.step
         for reader in self._steps:
             seen = reader.step
             if seen is not None and (step is None or seen > step):
                 step = seen
         if step is not None and step != self._step:
             self._step = step
-            self._moved_at = self._now() if step == self._beacon_step else max(self._moved_at, self._written_at())
+            self._moved_at = self._now() if step == self._newest.step else max(self._moved_at, self._written_at())
 
     def _written_at(self) -> float:
         """When the newest output was written, by the files' own times: between the last time it was read and now."""
@@ -251,11 +247,10 @@ class RankTracker:
     def _look_at_threads(self) -> None:
         """Find out since when no thread of it has run, and each waits for another of them."""
         now = self._now()
-        beacon = self._newest_beacon
         if now - self._moved_at < STILL_S or self._state != "S":
             self._blocked, self._locked_since, self._ran_for_a_moment = None, None, False
             return
-        found = blocked(self.worker.pid, beacon.thread if beacon is not None else None)
+        found = blocked(self.worker.pid, self._newest.thread)
         if found is None and not self._ran_for_a_moment:
             # A thread that waits for Python's lock runs for moments. The others have not run if all is as before.
             self._ran_for_a_moment = True
@@ -265,16 +260,12 @@ class RankTracker:
         self._blocked, self._ran_for_a_moment = found, False
 
     def _read_beacon(self) -> None:
-        beacon = self._beacon.read()
+        beacon, before = self._beacon.read(), self._newest
         if beacon is None:
             return
-        self._newest_beacon = beacon
-        self._beat_at = beacon.monotonic
-        self._beacon_step = beacon.step
-        self._phase = beacon.phase
-        if beacon.groups != self._groups:
+        self._newest = beacon
+        if beacon.groups != before.groups:
             now = self._now()
-            self._groups = beacon.groups
             # The beacon knows better than we do when this was.
             self._moved_at = max(self._moved_at, min(now, beacon.monotonic))
             waiting = any(enqueued > completed for enqueued, completed in beacon.groups.values())
@@ -282,7 +273,7 @@ class RankTracker:
 
     @property
     def shows_progress(self) -> bool:
-        return self._step is not None or any(completed > 0 for _, completed in self._groups.values())
+        return self._step is not None or any(completed > 0 for _, completed in self._newest.groups.values())
 
     @property
     def is_stopped(self) -> bool:
@@ -293,8 +284,8 @@ class RankTracker:
         now = self._now()
         worker = self.worker
         targets = [reader.last_step for reader in self._steps if reader.last_step is not None]
-        beacon = self._newest_beacon
-        phases = [self._phase, *(reader.phase for reader in self._steps)]
+        beacon = self._newest
+        phases = [beacon.phase, *(reader.phase for reader in self._steps)]
         worst = max(self._steps, key=lambda reader: reader.bad_reports, default=None)
         return RankSample(
             rank=worker.rank,
@@ -303,19 +294,19 @@ class RankTracker:
             state=self._state,
             step=self._step,
             last_step=max(targets, default=None),
-            groups=self._groups,
+            groups=self._newest.groups,
             moved_age_s=round(now - self._moved_at, 3),
             waiting_s=None if self._waiting_since is None else round(now - self._waiting_since, 3),
             stopped_s=None if self._stopped_since is None else round(now - self._stopped_since, 3),
-            beat_age_s=None if self._beat_at is None else round(max(0.0, now - self._beat_at), 3),
+            beat_age_s=round(max(0.0, now - beacon.monotonic), 3) if beacon.monotonic else None,
             cpu_s=self._cpu_s,
             switches=self._switches,
             io_bytes=self._io_bytes,
             phase=next((phase for phase in phases if phase), ""),
             bad_reports=worst.bad_reports if worst is not None else 0,
             bad_since=worst.bad_since if worst is not None and worst.bad_reports else None,
-            world=beacon.world if beacon is not None else 0,
-            timeout_s=beacon.timeout_s if beacon is not None else None,
+            world=beacon.world,
+            timeout_s=beacon.timeout_s,
             locked_s=None if self._locked_since is None else round(now - self._locked_since, 3),
             exit=worker.exit_record(),
         )
@@ -423,14 +414,15 @@ _MAGIC = b"UBEACON1"
 MAX_GROUPS = 32
 
 
-class BeaconReading(NamedTuple):
-    wall_time: float
-    monotonic: float
-    """CLOCK_MONOTONIC of the node when the beacon thread last ran."""
-    groups: dict[str, tuple[int, int]]
-    """Not to be changed: others have the same one."""
-    step: int | None
-    phase: Phase
+class BeaconReading(Frozen, frozen=True, kw_only=True):
+    """What a beacon says: JSON of the rank, and the time from the header. Its tables are not to be changed: others
+    have the same ones."""
+
+    monotonic: float = 0.0
+    """CLOCK_MONOTONIC of the node when the beacon thread last ran; 0: never."""
+    groups: dict[str, tuple[int, int]] = {}
+    step: int | None = None
+    phase: Phase = ""
     world: int = 0
     """WORLD_SIZE; 0: not known."""
     thread: int = 0
@@ -438,20 +430,10 @@ class BeaconReading(NamedTuple):
     timeout_s: float | None = None
     """The time-out of collectives in the group of all ranks, where torch has it."""
     members: dict[str, str] = {}
-    """Name of a process group -> its ranks, as `CollectiveEntry.group` has them. Not to be changed, either."""
+    """Name of a process group -> its ranks, as `CollectiveEntry.group` has them."""
 
 
-class _Payload(Frozen, frozen=True, kw_only=True):
-    groups: dict[str, tuple[int, int]] = {}
-    step: int | None = None
-    phase: Phase = ""
-    world: int = 0
-    thread: int = 0
-    timeout_s: float | None = None
-    members: dict[str, str] = {}
-
-
-_decode = msgspec.json.Decoder(_Payload).decode
+_decode = msgspec.json.Decoder(BeaconReading).decode
 
 
 class BeaconFile:
@@ -480,22 +462,19 @@ def parse(data: bytes) -> BeaconReading | None:
     """A beacon, or None when it is torn, half-written or none at all."""
     if len(data) < _HEADER.size:
         return None
-    magic, sequence, _pid, wall_time, monotonic, length = _HEADER.unpack_from(data)
+    magic, sequence, _pid, _wall_time, monotonic, length = _HEADER.unpack_from(data)
     if magic != _MAGIC or sequence % 2 or length > len(data) - _HEADER.size:
         return None
     payload = _payload(data[_HEADER.size : _HEADER.size + length])
-    return None if payload is None else BeaconReading(wall_time, monotonic, *payload)
+    return None if payload is None else msgspec.structs.replace(payload, monotonic=monotonic)
 
 
 @functools.lru_cache(32)
-def _payload(
-    text: bytes,
-) -> tuple[dict[str, tuple[int, int]], int | None, Phase, int, int, float | None, dict[str, str]] | None:
+def _payload(text: bytes) -> BeaconReading | None:
     """Cached: most ranks write the same at the same time, and a rank that waits writes the same again."""
     try:
         found = _decode(text)
     except msgspec.DecodeError:
         return None
-    groups = dict(list(found.groups.items())[:MAX_GROUPS])
-    members = dict(list(found.members.items())[:MAX_GROUPS])
-    return groups, found.step, found.phase, found.world, found.thread, found.timeout_s, members
+    groups, members = (dict(list(table.items())[:MAX_GROUPS]) for table in (found.groups, found.members))
+    return msgspec.structs.replace(found, groups=groups, members=members)

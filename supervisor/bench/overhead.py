@@ -19,7 +19,7 @@ import psutil
 from supervisor.bench.recovery import LIMIT_S
 from supervisor.config import read_plan
 from supervisor.demo.watched_run import RunFailed, WatchedRun, torchrun, unbroken
-from supervisor.node_health.state import Cost, HealthFile
+from supervisor.node_health.health_file import Cost, HealthFile
 from supervisor.paths import LocalPaths
 
 TALKER: Final = Path(__file__).with_name("chatty.py")

@@ -34,10 +34,10 @@ from diagnosis.signals import Frozen, clean_text
 from supervisor.errors import CheckRefused, TreeNotFound
 from supervisor.node_health import contract, health_file
 from supervisor.node_health.contract import NOT_LOADED, ProbeContext, Site, fits, is_asked_for, keep_file
-from supervisor.node_health.health_file import read
+from supervisor.node_health.health_file import HealthFile, read
 from supervisor.node_health.protocol import FLAW, Setup, TimedOut
 from supervisor.node_health.runner import DYING_S, WorkerAnswer, run_once
-from supervisor.node_health.state import GPU_CALL_S, RESPONDS, HealthFile, responded, responds
+from supervisor.node_health.state import GPU_CALL_S, RESPONDS, responded, responds
 
 # ----- which checks there are, and which are asked for -----
 

@@ -15,14 +15,53 @@ from typing import Final
 
 import msgspec
 
+from diagnosis.health import CheckState
 from diagnosis.signals import Frozen
 from supervisor.node_health.contract import keep_file
-from supervisor.node_health.state import HealthFile
+from supervisor.node_health.protocol import PollReport
 
 BELIEVED_S: Final = 120.0
 """An agent writes at least once a minute."""
 FILE_LIMIT: Final = 16 << 20
 FILES_LOOKED_AT: Final = 200
+
+
+class Cost(Frozen, frozen=True, kw_only=True):
+    """What the looks of one probe cost since the agent started."""
+
+    looks: int = 0
+    cpu_s: float = 0.0
+    took_s: float = 0.0
+
+    def plus(self, report: PollReport) -> Cost:
+        return Cost(looks=self.looks + 1, cpu_s=self.cpu_s + report.cpu_s, took_s=self.took_s + report.took_s)
+
+
+class HealthFile(Frozen, frozen=True, kw_only=True):
+    """`health.json` of the local folder: what stands on this node, for whoever asks. Replaced when something changed
+    (every 5 s at most), and every 60 s; who reads it believes it for two minutes, and only in the same boot."""
+
+    schema: int
+    """1."""
+    node: str
+    boot_id: str
+    at: float
+    """Unix seconds."""
+    mono: float
+    """Monotonic seconds of the node."""
+    pid: int
+    """The agent's."""
+    waiting: tuple[str, ...] = ()
+    """Probes that have not reported yet: for their checks this file is no answer."""
+    unseen: tuple[str, ...] = ()
+    """What cannot be seen here, in words."""
+    problems: tuple[str, ...] = ()
+    """What is wrong with the probes themselves: plug-ins that cannot be loaded, workers that end."""
+    gpus_released_until: float = 0.0
+    """Unix seconds; 0 where no operator has asked for the GPUs."""
+    check_states: tuple[CheckState, ...] = msgspec.field(default=(), name="standings")
+    costs: dict[str, Cost] = {}
+    """Probe -> what its looks took (`unbroken bench overhead`)."""
 
 
 def of_agent(boot_id: str, local_dir: str = "", node: str = "") -> HealthFile | None:

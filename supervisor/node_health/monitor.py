@@ -18,7 +18,7 @@ from typing import Any, Final
 from diagnosis.health import CheckResult, CheckState, healthy, unknown
 from diagnosis.signals import Finding, clean_text
 from supervisor.node_health.contract import NOT_LOADED, JobInfo, Site, keep_file
-from supervisor.node_health.health_file import LONGEST_RELEASE_S, GpuRelease
+from supervisor.node_health.health_file import LONGEST_RELEASE_S, Cost, GpuRelease, HealthFile
 from supervisor.node_health.kernel_log import CHECKS, KERNEL, KernelLog
 from supervisor.node_health.protocol import (
     FLAW,
@@ -33,16 +33,7 @@ from supervisor.node_health.protocol import (
     WorkerReady,
 )
 from supervisor.node_health.runner import PROBLEMS_KEPT, Threads, UnkillableProcesses, WorkerRunner, WorkerTimes
-from supervisor.node_health.state import (
-    RESPONDS,
-    Change,
-    CheckStates,
-    Cost,
-    HealthFile,
-    responded,
-    responds,
-    unkillable,
-)
+from supervisor.node_health.state import RESPONDS, Change, CheckStates, responded, responds, unkillable
 
 START_AFTER_S: Final = 1.0
 """The ranks start first."""

@@ -24,7 +24,7 @@ from diagnosis.health import (
     unhealthy,
     unknown,
 )
-from diagnosis.signals import Finding, Frozen, Signal
+from diagnosis.signals import Finding, Signal
 from diagnosis.taxonomy import FailureClass
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.protocol import PollReport, TimedOut
@@ -58,44 +58,6 @@ GPU_CALL_S: Final = 10.0
 """A call of the GPU driver takes milliseconds; only the first one, which loads it, may take tens of seconds."""
 RESPONDS: Final[dict[str, Check]] = {"gpu": GPU_RESPONDS, "node": NODE_RESPONDS}
 """Probe worker -> the check of whether it responds. The runner of the workers makes it, not a probe."""
-
-
-class Cost(Frozen, frozen=True, kw_only=True):
-    """What the looks of one probe cost since the agent started."""
-
-    looks: int = 0
-    cpu_s: float = 0.0
-    took_s: float = 0.0
-
-    def plus(self, report: PollReport) -> Cost:
-        return Cost(looks=self.looks + 1, cpu_s=self.cpu_s + report.cpu_s, took_s=self.took_s + report.took_s)
-
-
-class HealthFile(Frozen, frozen=True, kw_only=True):
-    """`health.json` of the local folder: what stands on this node, for whoever asks. Replaced when something changed
-    (every 5 s at most), and every 60 s; who reads it believes it for two minutes, and only in the same boot."""
-
-    schema: int
-    """1."""
-    node: str
-    boot_id: str
-    at: float
-    """Unix seconds."""
-    mono: float
-    """Monotonic seconds of the node."""
-    pid: int
-    """The agent's."""
-    waiting: tuple[str, ...] = ()
-    """Probes that have not reported yet: for their checks this file is no answer."""
-    unseen: tuple[str, ...] = ()
-    """What cannot be seen here, in words."""
-    problems: tuple[str, ...] = ()
-    """What is wrong with the probes themselves: plug-ins that cannot be loaded, workers that end."""
-    gpus_released_until: float = 0.0
-    """Unix seconds; 0 where no operator has asked for the GPUs."""
-    check_states: tuple[CheckState, ...] = msgspec.field(default=(), name="standings")
-    costs: dict[str, Cost] = {}
-    """Probe -> what its looks took (`unbroken bench overhead`)."""
 
 
 class MinuteLimit:

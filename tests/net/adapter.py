@@ -15,7 +15,7 @@ from supervisor.cli.main import main
 from supervisor.controller import journal
 from supervisor.controller.report import plain
 from supervisor.job.job import Job
-from supervisor.node_health.state import HealthFile
+from supervisor.node_health.health_file import HealthFile
 from supervisor.notes import text_of
 from supervisor.view import JobView
 

@@ -15,9 +15,9 @@ from diagnosis.health import CheckResult
 from supervisor.bench import overhead
 from supervisor.demo.watched_run import RunFailed
 from supervisor.node_health.contract import Moment, ProbeContext
+from supervisor.node_health.health_file import Cost, HealthFile
 from supervisor.node_health.infiniband import InfinibandProbe
 from supervisor.node_health.pci import PciProbe
-from supervisor.node_health.state import Cost, HealthFile
 
 
 def test_the_cost_of_a_process_is_read_from_its_clock() -> None:

@@ -15,8 +15,8 @@ import pytest
 from diagnosis.health import CheckResult, CheckState
 from supervisor.node_health import health_file as health_files
 from supervisor.node_health.contract import ProbeContext
+from supervisor.node_health.health_file import HealthFile
 from supervisor.node_health.monitor import HealthMonitor
-from supervisor.node_health.state import HealthFile
 from supervisor.paths import write_atomically
 
 Check = Callable[..., Any]

@@ -19,6 +19,7 @@ import pytest
 
 from diagnosis.signals import Finding
 from supervisor.node_health.contract import JobInfo, Site
+from supervisor.node_health.health_file import HealthFile
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.protocol import Setup
 from supervisor.node_health.runner import (
@@ -29,7 +30,6 @@ from supervisor.node_health.runner import (
     began_at,
     may_start,
 )
-from supervisor.node_health.state import HealthFile
 from supervisor.paths import start_time
 
 PlugIn = Callable[[str], dict[str, str]]
