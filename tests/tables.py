@@ -28,4 +28,6 @@ def table(test_file: str) -> dict[str, list[Any]]:
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_plain(one) for one in value)
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
     return None if value == NONE else value

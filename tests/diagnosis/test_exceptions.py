@@ -32,10 +32,7 @@ def raised(line, *frames, **more):
     return Traceback(exception=name, message=message, frames=(TRAIN, *frames), **more)
 
 
-@pytest.mark.parametrize(
-    ("line", "frames", "expected"),
-    CASES["classes"],
-)
+@pytest.mark.parametrize(("line", "frames", "expected"), CASES["classes"])
 def test_classes(line, frames, expected):
     found = exceptions.read(raised(line, *(globals()[frame] for frame in frames)))
     assert found.failure_class.value.startswith(expected)

@@ -25,8 +25,7 @@ def test_the_rank_that_is_not_in_the_collective(at, place, activity):
 
 
 @pytest.mark.parametrize(
-    "places",
-    [[], ["sleep"], ["busy"] * 4, ["collective"] * 4, ["collective", "busy", "busy", "sleep"]],
+    "places", [[], ["sleep"], ["busy"] * 4, ["collective"] * 4, ["collective", "busy", "busy", "sleep"]]
 )
 def test_nobody_is_named_where_stacks_do_not_tell(at, places):
     assert stuck.origin([at(place, rank) for rank, place in enumerate(places)]) is None

@@ -41,10 +41,7 @@ def test_each_row_hides_its_samples_and_nothing_of_its_counter_samples(row: dict
     assert row["id"] == "tokens" or row["samples"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    CASES["what_is_no_secret_stays"],
-)
+@pytest.mark.parametrize("text", CASES["what_is_no_secret_stays"])
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
 
@@ -54,10 +51,7 @@ def test_redacting_twice_changes_nothing(text: str) -> None:
     assert redact(redact(text)) == redact(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "secret"),
-    CASES["further_kinds_of_secrets_go"],
-)
+@pytest.mark.parametrize(("text", "secret"), CASES["further_kinds_of_secrets_go"])
 def test_further_kinds_of_secrets_go(text: str, secret: str) -> None:
     assert secret not in redact(text)
 

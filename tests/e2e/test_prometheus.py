@@ -202,10 +202,7 @@ def test_a_gpu_that_degrades_reaches_the_pager(
         killed = job.process(role)
         killed.kill()
         killed.wait(10)
-    for newer in (
-        "unbroken_controller_epoch == 2",
-        'resets(unbroken_process_cpu_seconds_total{kind="agent"}[1m]) > 0',
-    ):
+    for newer in ("unbroken_controller_epoch == 2", 'resets(unbroken_process_cpu_seconds_total{kind="agent"}[1m]) > 0'):
         job.until(lambda query=newer: monitoring.query(query), 60, newer)
     assert {path: path.read_bytes() for path in before} == before, "at the ports they had"
 

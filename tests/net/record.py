@@ -27,11 +27,7 @@ RECORDED = {"verdicts": "recorded"}
 
 # ----- simulations -----
 
-SEEDS = {
-    "recovers": range(1000, 1070),
-    "ends": range(1000, 1060),
-    "meddled": range(2000, 2070),
-}
+SEEDS = {"recovers": range(1000, 1070), "ends": range(1000, 1060), "meddled": range(2000, 2070)}
 
 
 def simulations() -> None:

@@ -195,11 +195,7 @@ class TestFolders:
         assert "no .metadata" in inspect(folder).why
 
     @pytest.mark.parametrize(
-        ("name", "why"),
-        [
-            ("model.safetensors", "no weights"),
-            ("trainer_state.json", "no trainer_state.json"),
-        ],
+        ("name", "why"), [("model.safetensors", "no weights"), ("trainer_state.json", "no trainer_state.json")]
     )
     def test_hugging_face(self, tmp_path: Path, name: str, why: str) -> None:
         folder = save_hf(tmp_path / "checkpoint-10", 10)

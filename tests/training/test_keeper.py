@@ -16,6 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.tables import table
+
+CASES = table(__file__)
+
 SLEEP = "import os, sys, time\nprint('up', flush=True)\ntime.sleep(300)\n"
 
 
@@ -187,21 +191,7 @@ def test_the_attempts_arguments_and_variables(keeper: Any, script: Callable[...,
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "",
-        "[]",
-        "{",
-        '{"op":1}',
-        '{"op":"kill"}',
-        '{"op":"kill","attempt":"x"}',
-        '{"op":"worker"}',
-        "\x00\xff",
-        '{"op":"__init__"}',
-        '{"op":"signal","signal":9999,"ranks":[0]}',
-        '{"op":"launch"}',
-        '{"op":"cold","pid":-1,"env":{}}',
-        '{"status":1}',
-    ],
+    CASES["bad_requests_are_answered_and_survived"],
 )
 def test_bad_requests_are_answered_and_survived(line: str, keeper: Any) -> None:
     client = socket.socket(socket.AF_UNIX)

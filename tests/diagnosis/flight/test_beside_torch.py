@@ -11,10 +11,7 @@ import pytest
 from diagnosis.flight import analyse, read_dump
 from tests.bench.flight import _torchrun
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")]
 
 SCRIPT = """
 import os, sys, threading, time

@@ -54,8 +54,7 @@ def test_ranks_that_wait_for_each_other_never_end(calls, ranks, odd) -> None:
             id="in another order, but none waits in the first",
         ),
         pytest.param(
-            [flight(0, ("1", "[0, 1]", 1)), flight(1, ("3", "[1, 2]", 1)), flight(2, ("3", "[1, 2]", 1))],
-            id="a chain",
+            [flight(0, ("1", "[0, 1]", 1)), flight(1, ("3", "[1, 2]", 1)), flight(2, ("3", "[1, 2]", 1))], id="a chain"
         ),
         pytest.param([flight(0, ("1", "[0, 1]", 1)), RankFlight(rank=1, error="no answer")], id="one is not known"),
         pytest.param([], id="no recorder"),

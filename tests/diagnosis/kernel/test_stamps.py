@@ -12,10 +12,7 @@ from tests.tables import table
 CASES = table(__file__)
 
 
-@pytest.mark.parametrize(
-    ("line", "at", "uptime"),
-    CASES["stamps"],
-)
+@pytest.mark.parametrize(("line", "at", "uptime"), CASES["stamps"])
 def test_stamps(line, at, uptime):
     stamp = read_stamp(line)
     assert stamp.text.strip() == "text"
@@ -35,10 +32,7 @@ def test_any_text_is_survived(text):
 AT = 1795292431.0  # 2026-11-21 20:20:31 UTC
 
 
-@pytest.mark.parametrize(
-    ("line", "at"),
-    CASES["the_time_that_a_line_tells"],
-)
+@pytest.mark.parametrize(("line", "at"), CASES["the_time_that_a_line_tells"])
 def test_the_time_that_a_line_tells(line, at):
     assert moment(line, 2026) == at
 

@@ -27,18 +27,12 @@ def test_forms(line, code, device):
     assert read_sxid(line) is None
 
 
-@pytest.mark.parametrize(
-    "line",
-    CASES["other_lines_are_none"],
-)
+@pytest.mark.parametrize("line", CASES["other_lines_are_none"])
 def test_other_lines_are_none(line):
     assert read_xid(line) is None
 
 
-@pytest.mark.parametrize(
-    ("rest", "pid", "process", "message"),
-    CASES["process"],
-)
+@pytest.mark.parametrize(("rest", "pid", "process", "message"), CASES["process"])
 def test_process(rest, pid, process, message):
     reading = read_xid(HEAD + rest)
     assert (reading.pid, reading.process, reading.message) == (pid, process, message)
@@ -73,10 +67,7 @@ def test_what_follows_is_never_the_first_cause():
     assert (other.consequence, other.follows, other.failure_class) == (True, 48, FailureClass.CUDA_ILLEGAL_ACCESS)
 
 
-@pytest.mark.parametrize(
-    ("rest", "r575", "detail", "severity", "action"),
-    CASES["nvlink5"],
-)
+@pytest.mark.parametrize(("rest", "r575", "detail", "severity", "action"), CASES["nvlink5"])
 def test_nvlink5(rest, r575, detail, severity, action):
     reading = read_xid(HEAD + rest, r575=r575)
     assert f"{reading.detail.get('format', '')} {reading.detail.get('look', '')}" == detail
@@ -137,10 +128,7 @@ def test_xid_154_by_its_number(text, recovery, action, severity):
     assert reading.consequence
 
 
-@pytest.mark.parametrize(
-    ("rest", "detail"),
-    CASES["details"],
-)
+@pytest.mark.parametrize(("rest", "detail"), CASES["details"])
 def test_details(rest, detail):
     assert read_xid(HEAD + rest).detail == detail
 
@@ -152,10 +140,7 @@ def test_a_contained_error_costs_the_process_unless_the_gpu_must_be_reset():
     assert reset.action == "cordon_gpu_and_restart"
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "switch", "device", "fatal", "link"),
-    CASES["sxid"],
-)
+@pytest.mark.parametrize(("line", "code", "switch", "device", "fatal", "link"), CASES["sxid"])
 def test_sxid(line, code, switch, device, fatal, link):
     reading = read_sxid(line)
     assert (reading.code, reading.switch, reading.device) == (code, switch, device)

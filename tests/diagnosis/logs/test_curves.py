@@ -19,10 +19,7 @@ def read(*lines: bytes) -> dict[str, list[tuple[int | None, float]]]:
     return {curve.name: [(point.step, round(point.value, 6)) for point in curve.points] for curve in reader.curves()}
 
 
-@pytest.mark.parametrize(
-    ("line", "values"),
-    CASES["lines_of_known_trainers"],
-)
+@pytest.mark.parametrize(("line", "values"), CASES["lines_of_known_trainers"])
 def test_lines_of_known_trainers(line: str, values: dict[str, float]) -> None:
     assert read(line.encode()) == {name: [(100, value)] for name, value in values.items()}
 

@@ -33,10 +33,7 @@ def test_prefixes_and_the_agents_own_line_are_the_same_worker():
     assert found[0].is_root
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    CASES["lines"],
-)
+@pytest.mark.parametrize(("line", "expected"), CASES["lines"])
 def test_lines(line, expected):
     (one,) = launchers.read([line])
     assert (one.rank, one.host, one.code, one.signal) == expected
@@ -57,15 +54,7 @@ def test_ranges_of_tasks_and_blocks():
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "time      : 12 s",
-        "rank : 3",
-        "the exit code: 0",
-        "Sending process 1234 closing signal SIGTERM",
-        "Process 73583 exits successfully.",
-        "Process finished with exit code 0",
-        "[launch.py] ['python', '--local_rank=7'] exits with return code = 0",
-    ],
+    CASES["what_is_no_report"],
 )
 def test_what_is_no_report(line):
     assert launchers.read([line, "x" * 100_000]) == ()

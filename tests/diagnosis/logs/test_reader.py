@@ -109,9 +109,7 @@ def test_slurms_own_log_is_the_schedulers():
 
 
 def test_reports_of_launchers_are_read_where_they_stand():
-    report = [
-        "srun: error: node3: task 17: Killed",
-    ]
+    report = ["srun: error: node3: task 17: Killed"]
     told = log([*steps(0, 5000), *report, *["and on"] * 9000])
     assert [(one.rank, one.line) for one in told.launcher] == [(17, 5001)]
 

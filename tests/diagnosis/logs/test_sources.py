@@ -10,18 +10,12 @@ from tests.tables import table
 CASES = table(__file__)
 
 
-@pytest.mark.parametrize(
-    ("line", "rank", "node", "text"),
-    CASES["prefixes_that_say_what_they_are"],
-)
+@pytest.mark.parametrize(("line", "rank", "node", "text"), CASES["prefixes_that_say_what_they_are"])
 def test_prefixes_that_say_what_they_are(line, rank, node, text):
     assert Prefixes().read(line) == Origin(text, rank, node)
 
 
-@pytest.mark.parametrize(
-    ("form", "rank", "node"),
-    CASES["prefixes_that_most_lines_have"],
-)
+@pytest.mark.parametrize(("form", "rank", "node"), CASES["prefixes_that_most_lines_have"])
 def test_prefixes_that_most_lines_have(form, rank, node):
     sample = [form.format(n=n % 8, text=f"step {n}") for n in range(40)]
     assert Prefixes(sample).read(form.format(n=3, text="boom")) == Origin("boom", rank, node)

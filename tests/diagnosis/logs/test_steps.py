@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosis.logs.steps import StepReader
+from tests.tables import table
+
+CASES = table(__file__)
 
 
 def bar(label, n, total, tail=""):
@@ -60,15 +63,7 @@ def test_formats(line, step, last, whole):
 
 @pytest.mark.parametrize(
     "said",
-    [
-        "saved /ckpt/step={n}/model.pt",
-        "saved /ckpt/run-7/step={n}",
-        "wrote ckpt/step={n}",
-        "wrote s3://bucket/run/step={n}/",
-        "path='./out/epoch=1-step={n}.ckpt'",
-        "`Trainer.fit` saved epoch=1-step={n}-val_loss=2.30.ckpt",
-        "removed ~/runs/iter={n}/state/rank0.distcp",
-    ],
+    CASES["a_number_in_a_path_is_no_step"],
 )
 @pytest.mark.parametrize("before", ["step {i}\n", ""])
 def test_a_number_in_a_path_is_no_step(before, said):
@@ -78,14 +73,7 @@ def test_a_number_in_a_path_is_no_step(before, said):
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "train/step: {i} train/loss: 2.5",
-        "train/step={i}/100, rate 3.1/s",
-        "epoch=0/micro_step={i}/global_step={i}, speed=171.9",
-        "[1/3] step {i}/100 /data/shard-1.tar",
-        "/data/shard-1.tar: step {i} of 100",
-        "step {i}. loss 2.5",
-    ],
+    CASES["a_step_beside_a_slash_is_one"],
 )
 def test_a_step_beside_a_slash_is_one(line):
     assert read(*(line.format(i=i) + "\n" for i in range(1, 20))).step == 19
@@ -144,14 +132,7 @@ def test_bad_losses(value):
 
 @pytest.mark.parametrize(
     ("line", "phase"),
-    [
-        ("saving checkpoint at iteration 10 to /ckpt in torch_dist format\n", "checkpoint"),
-        ("Saving model checkpoint to out/checkpoint-10\n", "checkpoint"),
-        ("***** Running Evaluation *****\n", "evaluation"),
-        ("Training completed. Do not forget to share your model\n", "end"),
-        ("saving checkpoint\n  successfully saved checkpoint at iteration 10\n", ""),
-        ("a line\n", ""),
-    ],
+    CASES["phases"],
 )
 def test_phases(line, phase):
     reader = read("step 1 loss 1\nstep 2 loss 1\n", line)

@@ -19,8 +19,7 @@ def test_lines_that_differ_in_numbers_are_one() -> None:
 
 def test_addresses_and_times_are_no_difference() -> None:
     (one,) = read(
-        "2025-01-01 00:00:00 freed 0x7f00deadbeef of aaaaaaaa0",
-        "2025-01-01 00:01:00 freed 0x7f00cafebabe of bbbbbbbb0",
+        "2025-01-01 00:00:00 freed 0x7f00deadbeef of aaaaaaaa0", "2025-01-01 00:01:00 freed 0x7f00cafebabe of bbbbbbbb0"
     )
 
     assert one.text == "freed # of #"

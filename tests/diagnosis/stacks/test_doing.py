@@ -56,10 +56,7 @@ def test_any_bytes_are_survived(data):
     stacks.parse(0, data)
 
 
-@pytest.mark.parametrize(
-    ("frames", "activity"),
-    CASES["activities"],
-)
+@pytest.mark.parametrize(("frames", "activity"), CASES["activities"])
 def test_activities(frames, activity):
     assert stacks.activity(stack(*frames)) == activity
 

@@ -15,6 +15,7 @@ from diagnosis.signals import CollectiveEntry, ExitRecord, NodeEvidence, RankFli
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
 from recovery.policy import SURE_ENOUGH
+from tests.tables import table
 
 TORCH = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
 CLOSED = "RuntimeError: [third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4321"
@@ -154,30 +155,10 @@ def test_an_xid_of_another_node_does_not():
     assert verdict.failure_class is FailureClass.SCRIPT_ERROR
 
 
-@pytest.mark.parametrize(
-    ("line", "failure_class", "action"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", FailureClass.GPU_OOM, "stop"),
-        ("ModuleNotFoundError: No module named 'x'", FailureClass.DEPENDENCY_IMPORT_ERROR, "stop"),
-        ("OSError: [Errno 28] No space left on device", FailureClass.DISK_FULL, "hold"),
-        ("PermissionError: [Errno 13] Permission denied: '/x'", FailureClass.PERMISSION_OR_AUTH, "stop"),
-        ("OSError: [Errno 5] Input/output error", FailureClass.STORAGE_ERROR, "wait_and_retry"),
-        (
-            "RuntimeError: PytorchStreamReader failed reading zip archive",
-            FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH,
-            "rollback_and_restart",
-        ),
-        ("RuntimeError: injected fault", FailureClass.SCRIPT_ERROR, "restart"),
-        ("ValueError: hidden size must be divisible by heads", FailureClass.CONFIG_OR_ARGUMENT_ERROR, "stop"),
-        ("RuntimeError: x INTERNAL ASSERT FAILED at y", FailureClass.FRAMEWORK_BUG, "restart"),
-        ("RuntimeError: loss is NaN at step 4", FailureClass.LOSS_SPIKE_OR_NAN, "rollback_and_restart"),
-        ("KeyError: Caught KeyError in DataLoader worker process 0.", FailureClass.DATA_LOADING_ERROR, "stop"),
-        ("KeyboardInterrupt", FailureClass.PREEMPTED_OR_CANCELLED, "requeue"),
-    ],
-)
+@pytest.mark.parametrize(("line", "failure_class", "action"), table(__file__)["exceptions"])
 def test_exceptions(line, failure_class, action):
     verdict = conclude(ended(0, code=1), ended(1, code=1, at=101.0, order=1), outputs=[raised(0, line), lost_peer(1)])
-    assert (verdict.failure_class, verdict.action) == (failure_class, action)
+    assert (verdict.failure_class.value, verdict.action) == (failure_class, action)
     assert ranks(verdict) in ([0], [])
     assert verdict.fingerprint.endswith("in step (/home/u/train.py:41)")
 
@@ -207,8 +188,7 @@ def test_signals_and_wrong_arguments():
 
 
 @pytest.mark.parametrize(
-    ("file", "failure_class"),
-    [(TORCH, FailureClass.FRAMEWORK_BUG), ("/home/u/train.py", FailureClass.WORKER_CRASH)],
+    ("file", "failure_class"), [(TORCH, FailureClass.FRAMEWORK_BUG), ("/home/u/train.py", FailureClass.WORKER_CRASH)]
 )
 def test_a_segfault_inside_a_library_is_the_librarys(file, failure_class):
     tail = ("Fatal Python error: Segmentation fault", "", "Current thread 0x1 (most recent call first):")

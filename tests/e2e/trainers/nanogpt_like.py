@@ -50,10 +50,7 @@ dist.barrier()
 def get_batch(split: str, at: int) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(10 * at + rank + (5_000_000 if split == "val" else 0))
     starts = torch.randint(len(tokens) - 17, (8,), generator=random)
-    return (
-        torch.stack([tokens[i : i + 16] for i in starts]),
-        torch.stack([tokens[i + 1 : i + 17] for i in starts]),
-    )
+    return (torch.stack([tokens[i : i + 16] for i in starts]), torch.stack([tokens[i + 1 : i + 17] for i in starts]))
 
 
 @torch.no_grad()

@@ -12,6 +12,9 @@ import pytest
 
 from recovery.schedulers import Slurm
 from recovery.scheduling import Answer
+from tests.tables import table
+
+CASES = table(__file__)
 
 Program = Callable[[str, str], None]
 
@@ -62,17 +65,7 @@ def test_endless_output_is_cut(program: Program, slurm: Slurm) -> None:
 
 @pytest.mark.parametrize(
     ("says", "outcome"),
-    [
-        ("slurm_update error: Invalid user id", "denied"),
-        ("slurm_update error: Access/permission denied", "denied"),
-        ("slurm_update error: Unable to contact slurm controller (connect failure)", "unavailable"),
-        ("slurm_update error: Socket timed out on send/recv operation", "unavailable"),
-        ("scontrol: error: If munged is up, restart with --num-threads=10", "unavailable"),
-        ("Requested operation is presently disabled for job 12", "unsupported"),
-        ("Job is pending execution for job 12", "already"),
-        ("slurm_update error: Invalid node name specified", "failed"),
-        ("", "failed"),
-    ],
+    CASES["words_of_slurm"],
 )
 def test_words_of_slurm(program: Program, slurm: Slurm, says: str, outcome: str) -> None:
     program("sinfo", "echo 'idle|none'")
@@ -84,16 +77,7 @@ def test_words_of_slurm(program: Program, slurm: Slurm, says: str, outcome: str)
 
 @pytest.mark.parametrize(
     ("stands", "outcome"),
-    [
-        ("mixed|none", "done"),
-        ("down*|Not responding", "foreign"),
-        ("drained|none", "foreign"),
-        ("draining|unbroken: other", "already"),
-        ("idle|unbroken: of long ago", "done"),
-        ("idle|kept for maintenance", "foreign"),
-        ("idle|none\nidle|none", "done"),
-        ("", "failed"),
-    ],
+    CASES["what_stands_decides"],
 )
 def test_what_stands_decides(program: Program, slurm: Slurm, stands: str, outcome: str) -> None:
     program("sinfo", f"printf '%s\\n' '{stands}'")
@@ -172,10 +156,7 @@ def test_how_many_nodes_a_job_needs_is_what_it_was_given(program: Program, job: 
 
 
 def test_requeued_but_not_changed_is_said(program: Program, job: Slurm) -> None:
-    program(
-        "scontrol",
-        'case "$1 $2" in requeue*) ;; show*) echo node7;; *) echo "$@" >&2; sleep 0.01; exit 1;; esac',
-    )
+    program("scontrol", 'case "$1 $2" in requeue*) ;; show*) echo node7;; *) echo "$@" >&2; sleep 0.01; exit 1;; esac')
     answer = asyncio.run(job.requeue("12", ("n1", "n2")))
     assert answer.outcome == "done"
     change = "update JobId=12 StartTime=now+15 ExcNodeList=node7,n1,n2"

@@ -226,10 +226,7 @@ def gpus(cluster: Any, nvml_library: Path) -> Callable[[str], Callable[..., None
 
 @pytest.fixture
 def submit(
-    jobs: list[Job],
-    cluster: Any,
-    tmp_path: Path,
-    undisturbed: Callable[[Sequence[str], int], bytes],
+    jobs: list[Job], cluster: Any, tmp_path: Path, undisturbed: Callable[[Sequence[str], int], bytes]
 ) -> Callable[..., Job]:
     """Submit a job of `nodes` nodes, `spares` of them spares, one rank on each of the others.
 

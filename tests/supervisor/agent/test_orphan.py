@@ -15,14 +15,7 @@ from diagnosis.signals import ExitRecord, RankSample
 from recovery.schedulers import Local
 from recovery.scheduling import Answer
 from supervisor.agent.link import Link
-from supervisor.agent.orphan import (
-    TIMEOUTS,
-    OrphanDuties,
-    OrphanHandler,
-    OrphanSituation,
-    due,
-    makes_no_progress,
-)
+from supervisor.agent.orphan import TIMEOUTS, OrphanDuties, OrphanHandler, OrphanSituation, due, makes_no_progress
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.controller.loop import FenceWriter
@@ -292,11 +285,7 @@ def test_ranks_of_an_older_attempt_are_killed(make_state: Any, written: Fence | 
         file.write_text(written)
     worker = WorkerProcess(attempt=2, rank=0, local_rank=0, pid=7)
     ended_worker = msgspec.structs.replace(worker, status=9)
-    for workers, connected, found in (
-        ((worker,), False, killed),
-        ((worker,), True, []),
-        ((ended_worker,), False, []),
-    ):
+    for workers, connected, found in (((worker,), False, killed), ((worker,), True, []), ((ended_worker,), False, [])):
         state.keeper, keeper = KeeperState(workers=workers), RecordedKeeper()
         one = handler(state, keeper=keeper, connected=connected)
         asyncio.run(looks(one, 10.0, 10.5))

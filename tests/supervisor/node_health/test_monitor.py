@@ -245,8 +245,7 @@ class EventProbe:
 
 
 @pytest.mark.parametrize(
-    ("left", "since_s", "allowed"),
-    [(0, 0.0, True), (1, 30.0, False), (1, 600.0, True), (UNKILLABLE_KEPT, 1e9, False)],
+    ("left", "since_s", "allowed"), [(0, 0.0, True), (1, 30.0, False), (1, 600.0, True), (UNKILLABLE_KEPT, 1e9, False)]
 )
 def test_processes_that_do_not_die_are_not_piled_up(left: int, since_s: float, allowed: bool) -> None:
     assert may_start(left, since_s, WorkerTimes().replace_every) is allowed

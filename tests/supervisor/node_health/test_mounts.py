@@ -6,6 +6,9 @@ import pytest
 
 from supervisor.node_health.contract import ProbeContext
 from supervisor.node_health.storage import Mount, automounted, mount_at, mount_of, parse_mountinfo, read_mounts
+from tests.tables import table
+
+CASES = table(__file__)
 
 TABLE = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,errors=remount-ro
@@ -57,14 +60,7 @@ def test_automounters() -> None:
 
 @pytest.mark.parametrize(
     ("line", "failed"),
-    [
-        ("27 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 ro,errors=remount-ro", True),
-        ("27 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,emergency_ro", True),
-        ("27 1 259:2 / / ro,relatime shared:1 - ext4 /dev/nvme0n1p2 ro,errors=remount-ro", False),
-        ("66 27 7:1 / /snap/core ro,nodev,relatime - squashfs /dev/loop1 ro,errors=continue", False),
-        ("66 27 7:1 / /image rw,relatime - erofs /dev/loop1 ro", False),
-        ("27 1 259:2 / / rw,relatime - xfs /dev/sda rw,attr2", False),
-    ],
+    CASES["a_file_system_that_an_error_made_read_only_is_told_from_one_that_was_mounted_so"],
 )
 def test_a_file_system_that_an_error_made_read_only_is_told_from_one_that_was_mounted_so(
     line: str, failed: bool

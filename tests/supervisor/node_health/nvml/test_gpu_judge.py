@@ -7,20 +7,11 @@ from typing import Any
 import pytest
 
 from diagnosis.health import CheckResult
+from supervisor.node_health.gpu import facts as codes
 from supervisor.node_health.gpu.checks import CHECKS, ROWS, judged
-from supervisor.node_health.gpu.facts import (
-    GPU_IS_LOST,
-    NO_PERMISSION,
-    NOT_SUPPORTED,
-    UNKNOWN_ERROR,
-    Gap,
-    Gpu,
-    GpuHistory,
-    Process,
-    Window,
-    usual,
-)
+from supervisor.node_health.gpu.facts import Gap, Gpu, GpuHistory, Process, Window, usual
 from supervisor.node_health.gpu.probe import of_this_job
+from tests.tables import table
 
 BY_ID = {row.check.id: row for row in ROWS}
 GIB = 1 << 30
@@ -37,79 +28,20 @@ def processes(*each: tuple[str, int]) -> tuple[Process, ...]:
     return tuple(Process(100 + n, size, "python", owner) for n, (owner, size) in enumerate(each))  # type: ignore[arg-type]
 
 
-BAD, WARNING, FINE, ABSENT, UNKNOWN = "critical", "warning", "healthy", "not_applicable", "unknown"
-CASES: list[tuple[str, dict[str, Any], str]] = [
-    ("gpu_present", {"a": 1.0}, FINE),
-    ("gpu_present", {"a": 1.0, "b": Gap(GPU_IS_LOST, "f")}, BAD),
-    ("gpu_present", {"handle": Gap(6, "f")}, BAD),
-    ("gpu_present", {"handle": Gap(NO_PERMISSION, "f")}, UNKNOWN),
-    ("gpu_answers", {"a": 1.0, "b": Gap(UNKNOWN_ERROR, "f")}, BAD),
-    ("gpu_answers", {"a": 1.0, "b": 1.0, "c": Gap(UNKNOWN_ERROR, "f")}, FINE),
-    ("gpu_answers", {"a": Gap(NOT_SUPPORTED, "f"), "b": Gap(NO_PERMISSION, "f")}, FINE),
-    ("gpu_recovery_action", {"recovery_action": 0}, FINE),
-    ("gpu_recovery_action", {"recovery_action": 3}, WARNING),
-    ("gpu_recovery_action", {"recovery_action": 7}, BAD),
-    ("gpu_recovery_action", {"recovery_action": Gap(NOT_SUPPORTED, "f")}, ABSENT),
-    ("gpu_recovery_action", {"recovery_action": Gap(UNKNOWN_ERROR, "f")}, UNKNOWN),
-    ("gpu_ecc_corrected_rate", {"ecc_corrected_rate": (99.0, 5000.0, 300.0)}, FINE),
-    ("gpu_ecc_corrected_rate", {"ecc_corrected_rate": (17_700.0, 0.0, 300.0)}, FINE),
-    ("gpu_ecc_corrected_rate", {"ecc_corrected_rate": (17_700.0, 17_700.0, 200.0)}, FINE),
-    ("gpu_ecc_corrected_rate", {"ecc_corrected_rate": (100.0, 100.0, 300.0)}, WARNING),
-    ("gpu_ecc_corrected_rate", {"ecc_corrected_rate": (17_700.0, 17_700.0, 295.0)}, BAD),
-    ("gpu_row_remap_pending", {"remapped_rows": (0, 1, 1, 0)}, WARNING),
-    ("gpu_row_remap_pending", {"remapped_rows": (0, 1, 1, 0), "preflight": 1.0}, BAD),
-    ("gpu_hw_slowdown", {"hw_slowdown": (0.59, 600.0)}, FINE),
-    ("gpu_hw_slowdown", {"hw_slowdown": (1.0, 300.0)}, FINE),
-    ("gpu_hw_slowdown", {"hw_slowdown": (0.6, 600.0), "clock_reasons": 0x80}, BAD),
-    ("gpu_temperature", {"temperature_c": 86, "gpu_max_c": 87, "slowdown_c": 89}, FINE),
-    ("gpu_temperature", {"temperature_c": 88, "gpu_max_c": 87, "slowdown_c": 89}, WARNING),
-    ("gpu_temperature", {"temperature_c": 89, "gpu_max_c": 87, "slowdown_c": 89}, BAD),
-    ("gpu_temperature", {"temperature_c": 120, "gpu_max_c": Gap(NOT_SUPPORTED, "f")}, ABSENT),
-    ("gpu_nvlink_inactive", {"links": (0, 0, 0), "links_before": ()}, ABSENT),
-    ("gpu_nvlink_inactive", {"links": (1, 0, 1), "links_before": ()}, FINE),
-    ("gpu_nvlink_inactive", {"links": (1, 0, 1), "links_before": (0, 1)}, BAD),
-    ("gpu_nvlink_inactive", {"links": (1, 0, 1), "links_of_peers": 3.0}, BAD),
-    ("gpu_nvlink_inactive", {"links": (1, 1, 1), "links_of_peers": 2.0}, FINE),
-    ("gpu_nvlink_inactive", {"links": (0, 0), "links_before": (0, 1), "mig_mode": (1, 1)}, ABSENT),
-    ("gpu_fabric", {"fabric": (0, 0, 0)}, ABSENT),
-    ("gpu_fabric", {"fabric": (1, 0, 0)}, ABSENT),
-    ("gpu_fabric", {"fabric": (1, 0, 0), "fabric_before": 1.0}, BAD),
-    ("gpu_fabric", {"fabric": (2, 0, 0)}, WARNING),
-    ("gpu_fabric", {"fabric": (2, 0, 0), "preflight": 1.0}, BAD),
-    ("gpu_fabric", {"fabric": (3, 0, 0)}, FINE),
-    ("gpu_fabric", {"fabric": (3, 0, 0x1AA)}, FINE),
-    ("gpu_fabric", {"fabric": (3, 0, 0x1A6)}, WARNING),
-    ("gpu_fabric", {"fabric": (3, 0, 0x19A)}, BAD),
-    ("gpu_fabric", {"fabric": (4, 0, 0)}, UNKNOWN),
-    ("gpu_pcie_replays", {"pcie_replays_per_min": 30, "pcie_width_max": 16, "pcie_generation_max": 5}, FINE),
-    ("gpu_pcie_replays", {"pcie_replays_per_min": 31, "pcie_width_max": 16, "pcie_generation_max": 5}, WARNING),
-    ("gpu_pcie_replays", {"pcie_replays_per_min": 16}, WARNING),
-    ("gpu_pcie_replays", {"pcie_replays_per_min": 700, "pcie_width_max": 16, "pcie_generation_max": 5}, BAD),
-    ("gpu_pcie_generation", {"pcie_generation": 1, "pcie_generation_best": 5, "utilization": (0, 0)}, ABSENT),
-    ("gpu_pcie_generation", {"pcie_generation": 4, "pcie_generation_best": 4, "utilization": (99, 0)}, FINE),
-    ("gpu_pcie_generation", {"pcie_generation": 3, "pcie_generation_best": 5, "utilization": (99, 0)}, WARNING),
-    ("gpu_processes_foreign", {"processes": processes(("other", GIB))}, FINE),
-    ("gpu_processes_foreign", {"processes": processes(("other", GIB), ("rank", GIB))}, WARNING),
-    ("gpu_processes_foreign", {"processes": processes(("system", GIB), ("rank", GIB))}, FINE),
-    ("gpu_processes_foreign", {"processes": processes(("other", GIB)), "preflight": 1.0}, BAD),
-    ("gpu_processes_foreign", {"processes": processes(("gone", GIB)), "preflight": 1.0}, FINE),
-    ("gpu_memory_zombie", {"processes": (), "memory": (499 << 20, 80 * GIB)}, FINE),
-    ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB)}, WARNING),
-    ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB), "preflight": 1.0}, BAD),
-    ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB), "mig_mode": (1, 1)}, ABSENT),
-    ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB), "addressing": 2}, ABSENT),
-    ("gpu_memory_zombie", {"processes": (), "memory": (GIB, 80 * GIB), "addressing": 1}, WARNING),
-    ("gpu_memory_zombie", {"processes": processes(("gone", GIB)), "memory": (GIB, 80 * GIB)}, WARNING),
-    ("gpu_memory_zombie", {"processes": processes(("other", 0)), "memory": (GIB, 80 * GIB)}, FINE),
-    ("gpu_modes", {"compute_mode": 3, "mig_mode": (0, 0)}, FINE),
-    ("gpu_modes", {"compute_mode": 0, "mig_mode": (1, 1)}, WARNING),
-    ("gpu_application_clocks", {"clock_sm": 1980, "clock_sm_default": Gap(26, "f")}, FINE),
-]
+CASES = table(__file__)["cases"]
+
+
+def fact(name: str, value: Any) -> Any:
+    """As the table writes it -> as a snapshot has it."""
+    if isinstance(value, str) and value.startswith("gap "):
+        code = value.removeprefix("gap ")
+        return Gap(int(code) if code.isdigit() else getattr(codes, code), "f")
+    return processes(*((owner, size * GIB) for owner, size in value)) if name == "processes" else value
 
 
 @pytest.mark.parametrize(("check", "facts", "expected"), CASES, ids=[f"{n}-{case[0]}" for n, case in enumerate(CASES)])
 def test_a_snapshot_is_judged(check: str, facts: dict[str, Any], expected: str) -> None:
-    result = judge(check, **facts)
+    result = judge(check, **{name: fact(name, value) for name, value in facts.items()})
     assert (result.level if result.status == "unhealthy" else result.status) == expected
     assert result.device == result.gpu == "0000:c1:00"
     assert result.status == "healthy" or result.text, "what is not healthy says why"

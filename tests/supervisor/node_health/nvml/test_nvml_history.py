@@ -28,11 +28,7 @@ def test_what_was_once_there_is_remembered_by_the_next_process(
     # All GPUs lose the same links: only who remembers can tell.
     fake_nvml.state(**{"*.link.7": 0, "0.ecc.uncorrected.volatile": 1, "1.fabric.state": 1})
     results = looker().look(200.0, state_dir=kept)
-    assert results.flaws == {
-        "gpu_nvlink_inactive": GPUS,
-        "gpu_ecc_uncorrected": [GPUS[0]],
-        "gpu_fabric": [GPUS[1]],
-    }
+    assert results.flaws == {"gpu_nvlink_inactive": GPUS, "gpu_ecc_uncorrected": [GPUS[0]], "gpu_fabric": [GPUS[1]]}
     assert results.at("gpu_ecc_uncorrected").get("level", "critical") == "critical"
     assert looker().look(200.0).flaws == {"gpu_ecc_uncorrected": [GPUS[0]]}
 
