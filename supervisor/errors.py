@@ -1,4 +1,4 @@
-"""Exit codes, and every error that a person is told, in one tree.
+"""Exit codes, and every error of ours: what a person is told, and what the program meets and handles itself.
 
     UnbrokenError                   what was asked for cannot be done
     ├── ConfigError                 a setting, an option or one of our files cannot be used
@@ -14,12 +14,24 @@
     │   └── ControllerSilent        it was asked and did not answer: what was asked may be done all the same
     ├── CommandDenied               the controller answered, and refused
     ├── CommandNotJournalled        the controller has the command; its journal has not, so it may be done yet
+    ├── OtherVersion                the journal of a living job is from a version that decided otherwise
     ├── KeeperError                 the node's keeper does not answer
-    └── ModelUnavailable            the language model gave no answer
+    ├── ModelUnavailable            the language model gave no answer
+    └── RunFailed                   a run of the demo or of a bench did not do what it was watched for
+
+    InternalError                   handled where it is met: nobody is told, and there is no exit code
+    ├── NoController                there is no address or token yet (agent.link)
+    ├── WebSocketError, FrameError  the other end does not keep to the protocol (agent.websocket, wire.websocket)
+    ├── Unproven, Forged            the other end does not prove that it knows the token (wire.authentication)
+    ├── Superseded                  a newer controller has taken over (controller.journal)
+    └── InvalidTransition           the job was about to break its own table: a defect of ours (job.job)
 
 The text of each is a sentence for a person: what happened, where, and what to do next. `supervisor.cli.main` prints it
-and ends with `exit_code`: that is the only place that does. Faults that only the program itself meets (a broken
-connection, a newer controller) stay with the module that raises them.
+and ends with `exit_code`: that is the only place that does. An InternalError stays with the module that raises it.
+
+Three parts may not import this module, and have roots of their own: recovery (PreparationError and NotOurFolder of
+`recovery.quarantine`, which the agent reports), diagnosis (PickleError of `diagnosis.pickles`), and what runs inside
+the training environment (AgentGone of the shim, CannotAnswer of `supervisor.opinion.local_model`).
 """
 
 from __future__ import annotations
@@ -150,3 +162,17 @@ class KeeperError(UnbrokenError):
 
 class ModelUnavailable(UnbrokenError):
     """The language model gave no answer. The text says why."""
+
+
+class OtherVersion(UnbrokenError):
+    """The journal of a living job was written by a version that decided otherwise."""
+
+    exit_code = ExitCode.WRONG_CONFIG
+
+
+class RunFailed(UnbrokenError):
+    """A run of the demo or of a bench did not do what it was watched for. The text may end with its last lines."""
+
+
+class InternalError(Exception):
+    """A fault that the program meets and handles itself."""

@@ -6,6 +6,7 @@ Some words were this project's own. They are listed with the field's word, so th
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -94,6 +95,17 @@ def test_identifiers_are_the_fields_words(path: Path) -> None:
     names = {path.stem, *_defined(OURS[path])} - PUBLIC
     private = {name: FIELD_WORDS[word] for name in sorted(names) for word in _words(name) & FIELD_WORDS.keys()}
     assert private == {}, "name: the word that the field uses"
+
+
+def test_every_error_is_in_the_tree() -> None:
+    """`supervisor/errors.py` draws it: what a person is told, and what the program handles itself."""
+    roots = {"UnbrokenError", "InternalError"}
+    ours = [node for path in OURS if "supervisor" in path.parts for node in OURS[path].body]
+    classes = [node for node in ours if isinstance(node, ast.ClassDef)]
+    bases = {node.name: {base.id for base in node.bases if isinstance(base, ast.Name)} for node in classes}
+    standard = {name for name in vars(builtins) if name.endswith(("Error", "Exception"))}
+    alone = {name for name, of in bases.items() if of & standard and not of & roots and not name.startswith("_")}
+    assert alone == roots | {"CannotAnswer"}, "CannotAnswer: of a program that runs in the training environment"
 
 
 def test_functions_can_be_read_at_once() -> None:

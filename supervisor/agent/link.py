@@ -29,6 +29,7 @@ from diagnosis.signals import clean_text
 from supervisor.agent.websocket import WebSocket, connect
 from supervisor.blocking import timeout
 from supervisor.config import NodePlan
+from supervisor.errors import InternalError
 from supervisor.files import read_token
 from supervisor.messages import (
     PROTOCOL,
@@ -74,7 +75,7 @@ DISTRUSTED_S = 3.0
 """After so long with an unproven listener at the address the user is told. A new controller is there sooner."""
 
 
-class NoController(Exception):
+class NoController(InternalError):
     """There is none to connect to (yet): `controller.json` or the token is missing."""
 
 

@@ -29,6 +29,7 @@ from wsproto.utilities import ProtocolError
 
 from diagnosis.signals import clean_text
 from supervisor.blocking import timeout
+from supervisor.errors import InternalError
 from supervisor.wire.peers import own_users, peer_uid
 from supervisor.wire.tls import client_context
 
@@ -46,7 +47,7 @@ _QUIET_ENDS: Final = frozenset({1000, 1001, 1005, 1006})
 """Codes of a normal end; others report a breach of the protocol."""
 
 
-class WebSocketError(ConnectionError):
+class WebSocketError(InternalError, ConnectionError):
     """The other end does not speak WebSocket, or not as it must."""
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 from supervisor.bench.recovery import LIMIT_S, Script, plain, supervised, weights_sha256
-from supervisor.demo.watched_run import RunFailed, WatchedRun
+from supervisor.demo.watched_run import WatchedRun
+from supervisor.errors import RunFailed
 
 ROLES = {"controller": "supervisor.controller.main", "agent": "supervisor.agent.agent"}
 PAUSE_S = (0.05, 2.0)

@@ -20,7 +20,7 @@ from supervisor.bench import chaos as chaos_bench
 from supervisor.bench import control_plane as control_plane_bench
 from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
-from supervisor.demo.watched_run import RunFailed
+from supervisor.errors import RunFailed
 
 NAMES = {
     "first_start": "command to first step",
@@ -114,7 +114,7 @@ def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | N
     folder = Path(tempfile.mkdtemp(prefix="unbroken-bench-"))
     try:
         found = measure(folder)
-    except (RunFailed, control_plane_bench.BenchFailed) as failure:
+    except RunFailed as failure:
         _say(f"failed: {failure}\neverything is kept in {folder}")
         return None
     shutil.rmtree(folder, ignore_errors=True)

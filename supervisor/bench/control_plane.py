@@ -27,6 +27,7 @@ import msgspec
 
 from supervisor.controller.client import ControllerClient
 from supervisor.controller.main import read_controller_file
+from supervisor.errors import RunFailed
 from supervisor.messages import OperatorCommand
 from supervisor.paths import daemon_argv
 from supervisor.wire.limits import raise_descriptor_limit
@@ -72,12 +73,8 @@ Say = Callable[[str], None]
 Figures = dict[str, float]
 
 
-class BenchFailed(Exception):
-    """Something did not happen in time. The text says what."""
-
-
 def report(folder: Path, sizes: Sequence[int], phases: Sequence[str], say: Say) -> dict[str, Any]:
-    """All sizes, one after the other. Raises BenchFailed."""
+    """All sizes, one after the other. Raises RunFailed."""
     raise_descriptor_limit()
     rows: list[Figures] = []
     for nodes in sizes:
@@ -166,7 +163,7 @@ class _Job:
         self.agents.stdin.flush()
         line = self.agents.stdout.readline()
         if not line:
-            raise BenchFailed(f"the fake agents have ended; {self._errors.name} says why")
+            raise RunFailed(f"the fake agents have ended; {self._errors.name} says why")
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
 
@@ -193,9 +190,9 @@ class _Job:
         deadline = time.monotonic() + limit_s
         while not done():
             if self.controller.poll() is not None:
-                raise BenchFailed(f"the controller ended with code {self.controller.returncode}: see {self.log}")
+                raise RunFailed(f"the controller ended with code {self.controller.returncode}: see {self.log}")
             if time.monotonic() > deadline:
-                raise BenchFailed(f"not within {limit_s:.0f} s: {what}")
+                raise RunFailed(f"not within {limit_s:.0f} s: {what}")
             time.sleep(every_s)
 
     def all_informed(self, order: str, since: float, count: int) -> float:

@@ -18,7 +18,8 @@ import psutil
 
 from supervisor.bench.recovery import LIMIT_S
 from supervisor.config import read_plan
-from supervisor.demo.watched_run import RunFailed, WatchedRun, torchrun, unbroken
+from supervisor.demo.watched_run import WatchedRun, torchrun, unbroken
+from supervisor.errors import RunFailed
 from supervisor.node_health.health_file import Cost, HealthFile
 from supervisor.paths import LocalPaths
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from supervisor.controller.journal import read_history
 from supervisor.controller.report import timeline_rows
-from supervisor.demo.watched_run import RunFailed, WatchedRun, torchrun, unbroken
+from supervisor.demo.watched_run import WatchedRun, torchrun, unbroken
+from supervisor.errors import RunFailed
 
 SCRIPT = Path(__file__).with_name("toy.py")
 UP = re.compile(r"rank (\d+) up, pid (\d+)")

@@ -25,11 +25,12 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from supervisor.errors import InternalError
 from supervisor.files import create_exclusively
 from supervisor.messages import EVENT_TAGS, Action, AnyEvent, Assign, Assignment, JournalDamaged, decode_event, encode
 
 
-class Superseded(Exception):
+class Superseded(InternalError):
     """Another controller has claimed a newer epoch: whatever this one wanted to do, it must not."""
 
     def __init__(self, epoch: int, newer: int) -> None:

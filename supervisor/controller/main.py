@@ -30,7 +30,7 @@ from supervisor import config
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
-from supervisor.errors import ConfigError
+from supervisor.errors import ConfigError, OtherVersion
 from supervisor.files import Here, read_token
 from supervisor.logs import configure
 from supervisor.messages import JobRequeued, JobSpec, JournalDamaged
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("unbroken.controller")
 
 SUPERSEDED_EXIT_CODE = 4
-OTHER_VERSION_EXIT_CODE = 78
 OTHER_VERSION = (
     "its journal tells of attempt {lived}, and this version makes attempt {known} of the same events: another version "
     "wrote it. The run goes on without a controller. Put that version back, or end the job (scancel, or SIGTERM to "
@@ -59,10 +58,6 @@ LAST_SCRAPE_S = 30.0
 """So long at most a controller that is scraped stays to tell Prometheus that its job failed."""
 LAST_WORDS_S = 2.0
 """So long the removal of target files may take."""
-
-
-class OtherVersion(Exception):
-    """The journal of a living job was written by a version that decided otherwise."""
 
 
 class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -439,7 +434,7 @@ def main(arguments: Sequence[str] | None = None, settings: config.Settings | Non
         return asyncio.run(serve(options, settings))
     except OtherVersion as error:
         print(f"unbroken controller: cannot go on in {options.job_dir}: {error}", file=sys.stderr)
-        return OTHER_VERSION_EXIT_CODE
+        return error.exit_code
     except (OSError, ValueError, ConfigError) as error:
         print(f"unbroken controller: cannot start in {options.job_dir}: {error}", file=sys.stderr)
         return 1

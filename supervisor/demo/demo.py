@@ -24,7 +24,8 @@ from rich.text import Text
 from diagnosis.signals import clean_text
 from supervisor.controller.journal import read_history
 from supervisor.controller.report import fold, timeline_rows
-from supervisor.demo.watched_run import RunFailed, WatchedRun, live_workers, torchrun, unbroken
+from supervisor.demo.watched_run import WatchedRun, live_workers, torchrun, unbroken
+from supervisor.errors import RunFailed
 from supervisor.keeper_client import WorkerProcess
 from supervisor.view import PHASES, IncidentView, JobView
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from supervisor.errors import RunFailed
 from supervisor.keeper_client import KeeperState, WorkerProcess
 from supervisor.paths import daemon_argv
 
@@ -29,10 +30,6 @@ TAIL = 15
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 STEP = re.compile(r"\bstep (\d+)/\d+")
-
-
-class RunFailed(Exception):
-    """The run did not do what it was watched for; the message ends with the last lines it printed."""
 
 
 class OutputLine(NamedTuple):

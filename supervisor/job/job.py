@@ -52,6 +52,7 @@ from diagnosis.verdict.triage import conclude as conclude_by_triage
 from recovery.checkpoint import choose as choose_checkpoint
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
 from supervisor import messages as m
+from supervisor.errors import InternalError
 from supervisor.job import view
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempt, Attempts, Checkpoints, Choose, Space
@@ -110,7 +111,7 @@ but its past changes: a scheduler has started it again (`_job_requeued`), an att
 adopted (`_begin_adopted`)."""
 
 
-class InvalidTransition(Exception):
+class InvalidTransition(InternalError):
     """The job was about to do what its table does not allow: a defect of ours. Its text tells the story so far."""
 
     def __init__(self, before: JobStateName, after: JobStateName, event: AnyEvent, story: Iterable[StoryLine]) -> None:

@@ -14,6 +14,7 @@ import re
 import subprocess
 from typing import Final, NamedTuple
 
+from supervisor.errors import InternalError
 from supervisor.messages import PROTOCOL
 
 CHALLENGE_PATH: Final = "/v1/challenge"
@@ -33,7 +34,7 @@ _SERVER_NONCE = re.compile(r"[0-9a-f]{64}")
 _AUTHORIZATION = re.compile(r"Unbroken ([0-9a-f]{32})\.([0-9a-f]{64})\.([0-9a-f]{64})")
 
 
-class Forged(ValueError):
+class Forged(InternalError, ValueError):
     """A frame that the other end of this session did not make, or not as the next one."""
 
 
@@ -190,7 +191,7 @@ class Authenticator:
         return exchange if self._nonces.use(exchange.server, now) else None
 
 
-class Unproven(Exception):
+class Unproven(InternalError):
     """What answered to the challenge has not proven that it is this job's controller. The text says what it is."""
 
 

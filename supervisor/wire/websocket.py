@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
+from supervisor.errors import InternalError
+
 CONTINUED: Final = 0
 TEXT: Final = 1
 BINARY: Final = 2
@@ -21,7 +23,7 @@ PROTOCOL_BROKEN: Final = 1002
 TOO_LONG: Final = 1009
 
 
-class FrameError(ValueError):
+class FrameError(InternalError, ValueError):
     """The other end does not keep to the protocol. `code` says how, as a close frame has it."""
 
     def __init__(self, code: int, text: str) -> None:

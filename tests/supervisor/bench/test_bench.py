@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from supervisor.bench.recovery import process_created, unix_time
-from supervisor.demo.watched_run import RunFailed
+from supervisor.errors import RunFailed
 
 
 def bench(*arguments: str, timeout_s: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from diagnosis.health import CheckResult
 from supervisor.bench import overhead
-from supervisor.demo.watched_run import RunFailed
+from supervisor.errors import RunFailed
 from supervisor.node_health.contract import Moment, ProbeContext
 from supervisor.node_health.health_file import Cost, HealthFile
 from supervisor.node_health.infiniband import InfinibandProbe

@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from supervisor.demo.watched_run import RunFailed, WatchedRun
+from supervisor.demo.watched_run import WatchedRun
+from supervisor.errors import RunFailed
 
 COUNT = "import time\nfor i in range(1, 4): print(f'step {i}/3', flush=True)\ntime.sleep(60)"
 
