@@ -72,6 +72,9 @@ class Checkpoints:
         """Path and time of those of a later step that came while the numbers were wrong: storage has its own clock."""
         self._step_when_saved: dict[str, int] = {}
         """Checkpoints that do not tell their step: the run's step when they appeared."""
+        self._members: tuple[str, ...] = ()
+        """For whom the newest choice was made."""
+        self._member_set: frozenset[str] = frozenset()
 
     # ----- queries -----
 
@@ -87,8 +90,9 @@ class Checkpoints:
         node's older report may still list what was set aside since.
         """
         found: dict[str, Checkpoint] = {}
-        wanted = set(members)
-        reports = [seen for node, seen in self._reports.items() if node in wanted] or self._reports.values()
+        if self._members is not members:  # the same at each report of a node: a set of all of them costs the square
+            self._members, self._member_set = members, frozenset(members)
+        reports = [seen for node, seen in self._reports.items() if node in self._member_set] or self._reports.values()
         for seen in reports:
             for checkpoint in seen:
                 known = found.get(checkpoint.path)
@@ -468,7 +472,7 @@ class Attempts:
             yield Form(members)
             if core.state == "STARTING":
                 yield Timer("form", core.now + FORM_LIMIT_S)
-        elif members != attempt.members or resume != attempt.resume:
+        elif (members is not attempt.members and members != attempt.members) or resume != attempt.resume:
             changed = attempt.member_set.symmetric_difference(members) | {*attempt.members[:1], *members[:1]}
             same = resume == attempt.resume
             attempt.members, attempt.resume = members, resume

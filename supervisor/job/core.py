@@ -40,27 +40,10 @@ Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "d
 """How an incident began. `signal` (numbers) and `device` stop nothing: the attempt goes on."""
 
 TimerName = Literal[
-    "again",  # a hang that was left alone is examined again
-    "backoff",  # the pause before the next attempt is over
-    "degraded",  # no device has failed for so long that the attempt counts as healthy
-    "device",  # device failures of one moment become one incident
-    "end",  # the end of the job waits for no node any more
-    "evidence",  # an incident is diagnosed without the evidence that is missing
-    "finish",  # launchers did not end although every rank did
-    "form",  # not all launchers came to rendezvous
-    "gather",  # the job starts with fewer nodes than it may have
-    "hold",  # no operator decided
-    "last_orders",  # the end of the job waits for no scheduler any more
-    "nodes",  # too few nodes came
-    "orders",  # a scheduler request is due
-    "requeue",  # no lost node came back: the scheduler is asked to start the job again
-    "settle",  # the attempt has run for so long that incidents close without a step
-    "silence",  # no progress for so long that it is told again, or acted on
-    "stacks",  # stacks are collected again during a suspected hang
-    "start",  # not all workers were started
-    "step_end",  # the scheduler is asked to end the step
-    "stood",  # workers have stood for so long that the attempt counts as running
-]
+    "again", "backoff", "degraded", "device", "end", "evidence", "finish", "form", "gather", "hold", "last_orders",
+    "nodes", "orders", "requeue", "settle", "silence", "stacks", "start", "step_end", "stood",
+]  # fmt: skip
+"""`Job` says what each is for, in its table of timers."""
 
 
 @dataclasses.dataclass
@@ -106,9 +89,11 @@ class Want(msgspec.Struct, frozen=True):
     """Base of all."""
 
 
-Wants: TypeAlias = Iterator[Want | Note]
+AnyWant: TypeAlias = Want | Note | SchedulerRequest | SchedulerComment
+"""Notes and what the scheduler is asked are wants, too: they leave as they are."""
+Wants: TypeAlias = Iterator[AnyWant]
 T = TypeVar("T")
-WantsAnd: TypeAlias = Generator[Want | Note, None, T]
+WantsAnd: TypeAlias = Generator[AnyWant, None, T]
 """Wants, and then an answer for the caller."""
 
 
@@ -131,12 +116,6 @@ class Cancel(Want, frozen=True):
 
 def cancel(*names: TimerName) -> Cancel:
     return Cancel(names)
-
-
-class Send(Want, frozen=True):
-    """Have the scheduler told."""
-
-    action: SchedulerRequest | SchedulerComment
 
 
 class EndJob(Want, frozen=True):

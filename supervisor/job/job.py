@@ -59,6 +59,7 @@ from supervisor.job.attempts import Attempt, Attempts, Checkpoints, Choose, Spac
 from supervisor.job.core import (
     EARLY_S,
     STOP_GRACE_S,
+    AnyWant,
     AttemptBegins,
     Cancel,
     CloseFailures,
@@ -77,10 +78,8 @@ from supervisor.job.core import (
     Recovered,
     RefreshAndProceed,
     ReplaceOutcome,
-    Send,
     Timer,
     TimerName,
-    Want,
     Wants,
     cancel,
 )
@@ -250,14 +249,15 @@ class Job:
             "end": self._end_due,  # the end of the job waits for no node any more
         }
 
-    def _wants(self) -> dict[type[Want | m.Note], Handler]:
+    def _wants(self) -> dict[type[AnyWant], Handler]:
         incidents = self.incidents
         return {
             m.Note: self._add_note,
             Enter: self._enter,
             Timer: self._set_timer,
             Cancel: self._cancel,
-            Send: lambda want: self._actions.append(want.action),
+            m.SchedulerRequest: self._give_out,
+            m.SchedulerComment: self._give_out,
             # attempts
             Form: self._form,
             Proceed: self._proceed,
@@ -315,6 +315,9 @@ class Job:
         self._actions.append(note)
         if note.loud:
             self.assignments.add_notice(text)
+
+    def _give_out(self, action: m.SchedulerRequest | m.SchedulerComment) -> None:
+        self._actions.append(action)
 
     def _enter(self, want: Enter) -> None:
         before = self.core.state

@@ -24,7 +24,6 @@ from supervisor.job.core import (
     LetControllerGo,
     Proceed,
     ReplaceOutcome,
-    Send,
     Timer,
     Wants,
     cancel,
@@ -284,8 +283,7 @@ class SchedulerRequests:
 
     def settle(self) -> Wants:
         """After each event: send what is due."""
-        for request in self._queue.take(self._core.now, self._allowed):
-            yield Send(request)
+        yield from self._queue.take(self._core.now, self._allowed)
         due = self._queue.next_due(self._allowed)
         yield cancel("orders") if due is None else Timer("orders", due)
 
@@ -311,7 +309,7 @@ class SchedulerRequests:
         core = self._core
         if core.has_scheduler and not core.paused and core.mode != "observe":
             line = clean_line(f"{PREFIX} {text}", COMMENT_LIMIT).replace('"', "'")
-            yield Send(m.SchedulerComment(text=line))
+            yield m.SchedulerComment(text=line)
 
     # ----- at the end -----
 

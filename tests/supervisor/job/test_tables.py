@@ -26,7 +26,7 @@ def test_every_timer_has_a_handler() -> None:
 
 
 def test_every_want_has_a_handler() -> None:
-    assert set(Job().want_handlers) == {m.Note, *Want.__subclasses__()}
+    assert set(Job().want_handlers) == {m.Note, m.SchedulerRequest, m.SchedulerComment, *Want.__subclasses__()}
 
 
 def test_every_command_has_a_handler() -> None:
