@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from supervisor import messages as m
 from supervisor.blocking import BlockingCalls, timeout
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import (
@@ -32,36 +33,6 @@ from supervisor.controller.journal import (
 from supervisor.controller.journal_writer import JournalWriter
 from supervisor.controller.listener import Connection
 from supervisor.errors import CommandNotJournalled
-from supervisor.messages import (
-    Action,
-    AnyEvent,
-    Assign,
-    Assignment,
-    ControllerStarted,
-    End,
-    Heartbeat,
-    Hello,
-    JobDefined,
-    JobRequeued,
-    JobSpec,
-    JournalDamaged,
-    JournalStalled,
-    LauncherEnded,
-    NodeDone,
-    NodeJoined,
-    NodeLost,
-    NodesLost,
-    Note,
-    OperatorCommand,
-    OpinionWanted,
-    Outcome,
-    SchedulerComment,
-    SchedulerRequest,
-    SetTimer,
-    TimerFired,
-    WorkersStarted,
-    encode,
-)
 from supervisor.notes import text_of
 from supervisor.paths import Fence
 
@@ -103,23 +74,23 @@ class KnownNodes:
         self.replaying = True
         self.unheard: set[str] = set()
         """Nodes that an earlier controller knew, neither lost nor done, of which no heartbeat came to this one."""
-        self.specs: list[JobSpec] = []
+        self.specs: list[m.JobSpec] = []
         self._ran: dict[str, int] = {}
 
-    def note(self, event: AnyEvent) -> None:
-        if isinstance(event, JobDefined):
+    def note(self, event: m.AnyEvent) -> None:
+        if isinstance(event, m.JobDefined):
             self.is_new(event.spec)
-        elif isinstance(event, NodeJoined):
+        elif isinstance(event, m.NodeJoined):
             if self.replaying:
                 self.unheard.add(event.node)
-        elif isinstance(event, WorkersStarted):
+        elif isinstance(event, m.WorkersStarted):
             self._ran[event.node] = event.attempt
-        elif isinstance(event, NodeLost | NodesLost | NodeDone):
-            for node in event.nodes if isinstance(event, NodesLost) else (event.node,):
+        elif isinstance(event, m.NodeLost | m.NodesLost | m.NodeDone):
+            for node in event.nodes if isinstance(event, m.NodesLost) else (event.node,):
                 self.unheard.discard(node)
                 self._ran.pop(node, None)
 
-    def is_new(self, spec: JobSpec, spare: bool = False) -> bool:
+    def is_new(self, spec: m.JobSpec, spare: bool = False) -> bool:
         """Whether this spec is seen for the first time. The name is the first node's to give.
 
         A spare need not say how many spares there are.
@@ -132,7 +103,7 @@ class KnownNodes:
         self.specs = [*self.specs, spec][-SPECS:]
         return True
 
-    def heard(self, heartbeat: Heartbeat, now: float) -> LauncherEnded | None:
+    def heard(self, heartbeat: m.Heartbeat, now: float) -> m.LauncherEnded | None:
         """What only this memory can tell of a heartbeat: its node ran workers, and now its keeper knows of none.
 
         It was started anew then (power cut, requeue); neither the agent nor the watch was there before.
@@ -142,7 +113,7 @@ class KnownNodes:
         if not ran or heartbeat.attempt != 0 or heartbeat.keeper not in ("starting", "ready"):
             return None
         del self._ran[heartbeat.node]
-        return LauncherEnded(at=now, node=heartbeat.node, attempt=ran, how="its node was started anew", fresh=False)
+        return m.LauncherEnded(at=now, node=heartbeat.node, attempt=ran, how="its node was started anew", fresh=False)
 
 
 class Clock:
@@ -164,7 +135,7 @@ class Timers:
         self._wanted: dict[str, float] = {}
         self._running: dict[str, asyncio.TimerHandle] = {}
 
-    def want(self, action: SetTimer) -> None:
+    def want(self, action: m.SetTimer) -> None:
         """Take note; nothing runs yet."""
         if action.at is None:
             self._wanted.pop(action.timer, None)
@@ -229,7 +200,7 @@ class JobCore(Protocol):
     def state(self) -> str:
         """As `supervisor.view.JobStateName` has them."""
 
-    def handle(self, event: AnyEvent) -> list[Action]: ...
+    def handle(self, event: m.AnyEvent) -> list[m.Action]: ...
 
 
 class Watch(Protocol):
@@ -238,14 +209,14 @@ class Watch(Protocol):
     @property
     def newest(self) -> Newest: ...
 
-    def observe(self, heartbeat: Heartbeat, now: float) -> list[AnyEvent]: ...
+    def observe(self, heartbeat: m.Heartbeat, now: float) -> list[m.AnyEvent]: ...
 
-    def tick(self, now: float) -> list[AnyEvent]: ...
+    def tick(self, now: float) -> list[m.AnyEvent]: ...
 
 
 class _Posted(NamedTuple):
-    event: AnyEvent
-    done: asyncio.Future[list[Action]] | None
+    event: m.AnyEvent
+    done: asyncio.Future[list[m.Action]] | None
 
 
 class ControlLoop:
@@ -268,7 +239,7 @@ class ControlLoop:
         self.epoch = journal.epoch
         self.clock = Clock(history.last_at)
         self.connections: dict[str, Connection] = {}
-        self.outcome: Outcome | None = None
+        self.outcome: m.Outcome | None = None
         self.superseded = False
         self.lived_attempt = 0
         """The newest attempt that an earlier controller has told anybody of."""
@@ -284,7 +255,7 @@ class ControlLoop:
         self._stop = asyncio.Event()
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
-        self.outside: Callable[[SchedulerRequest | SchedulerComment | OpinionWanted], None] = lambda _: None
+        self.outside: Callable[[m.SchedulerRequest | m.SchedulerComment | m.OpinionWanted], None] = lambda _: None
         """Takes what others do for us (`supervisor.controller.executor`); their answers are posted as events."""
         self._fence = FenceWriter(journal.job_dir, journal.epoch)
         self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
@@ -300,36 +271,38 @@ class ControlLoop:
     def _replay(self, history: History) -> None:
         folded = 0
         for step in steps(history.records, history.problems):
-            if isinstance(step.event, TimerFired):
+            if isinstance(step.event, m.TimerFired):
                 self._timers.forget(step.event.timer)
-            if isinstance(step.event, JobRequeued):
+            if isinstance(step.event, m.JobRequeued):
                 self.outcome = None
-            told = [one for one in step.decided.actions if isinstance(one, Assign)] if step.decided is not None else []
+            told = (
+                [one for one in step.decided.actions if isinstance(one, m.Assign)] if step.decided is not None else []
+            )
             self.lived_attempt = max([self.lived_attempt, *(one.assignment.attempt for one in told)])
             for action in self._decide(step.event)[0]:
-                if isinstance(action, Assign):
+                if isinstance(action, m.Assign):
                     folded = max(folded, action.assignment.attempt)
-                elif isinstance(action, SetTimer):
+                elif isinstance(action, m.SetTimer):
                     self._timers.want(action)
-                elif isinstance(action, End):
+                elif isinstance(action, m.End):
                     self.outcome = action.outcome
             if told:
                 self.folded_attempt = folded
-            if isinstance(step.event, JournalDamaged):  # what was lost would be told of as another version's work
+            if isinstance(step.event, m.JournalDamaged):  # what was lost would be told of as another version's work
                 self.lived_attempt = self.folded_attempt = folded = 0
                 self.outcome = self.outcome if self.job.state in ENDED else None
         self._known_nodes.replaying = False
         for problem in history.problems[:50]:
             log.warning("journal: %s", problem)
 
-    def begin_again(self, event: JobRequeued) -> None:
+    def begin_again(self, event: m.JobRequeued) -> None:
         """The scheduler has started the job again: it goes on with its history, however it ended. Before `run`."""
         self.outcome = None
         self.post(event)
 
     # ----- what comes in -----
 
-    def hello(self, hello: Hello, connection: Connection) -> str:
+    def hello(self, hello: m.Hello, connection: Connection) -> str:
         old = self.connections.get(hello.node)
         if old is not None and old.host != hello.host:
             return (
@@ -346,9 +319,9 @@ class ControlLoop:
             old.close_soon()
         now = self.clock.now()
         if self._known_nodes.is_new(hello.spec, hello.spare):  # the job takes the first and remarks on others
-            self.post(JobDefined(at=now, spec=hello.spec, node=hello.node))
+            self.post(m.JobDefined(at=now, spec=hello.spec, node=hello.node))
         self.post(
-            NodeJoined(
+            m.NodeJoined(
                 at=now,
                 node=hello.node,
                 host=hello.host,
@@ -361,7 +334,7 @@ class ControlLoop:
         log.info("agent of %s connected from %s", hello.node, connection.peer)
         return ""
 
-    def heartbeat(self, heartbeat: Heartbeat, connection: Connection) -> None:
+    def heartbeat(self, heartbeat: m.Heartbeat, connection: Connection) -> None:
         self._last_heard = time.monotonic()
         reborn = self._known_nodes.heard(heartbeat, self.clock.now())
         if reborn is not None:
@@ -383,7 +356,7 @@ class ControlLoop:
 
     # ----- what people and programs ask: each answer comes within seconds, and what it says was done, was done -----
 
-    async def command(self, command: OperatorCommand) -> dict[str, object]:
+    async def command(self, command: m.OperatorCommand) -> dict[str, object]:
         """Carry out an operator's command.
 
         Raises ValueError when it is refused, CommandNotJournalled when that is not known yet.
@@ -403,14 +376,14 @@ class ControlLoop:
                 f"the command is not recorded yet: the journal did not accept it within {ANSWER_S:.0f} s"
             ) from None
         log.info("command %s %s by %s: %s", command.command, command.argument, command.by, command.reason)
-        notes = [action for action in actions if isinstance(action, Note)]
+        notes = [action for action in actions if isinstance(action, m.Note)]
         refused = [text_of(note) for note in notes if note.refused]
         if refused:
             raise ValueError("; ".join(refused))
         unknown = any(note.unknown_node for note in notes)
         return {"schema": 1, "ok": True, "notes": [text_of(note) for note in notes], "unknown_node": unknown}
 
-    async def _decided(self, command: OperatorCommand) -> list[Action]:
+    async def _decided(self, command: m.OperatorCommand) -> list[m.Action]:
         """What was decided, once the journal has the command; where it cannot be written, of some before that."""
         if not self.stall:
             asked = self.submit(command)
@@ -419,7 +392,7 @@ class ControlLoop:
                 return await asyncio.shield(asked)
         return await asyncio.shield(self.submit_without_journal(command))
 
-    async def dry_run(self, command: OperatorCommand) -> dict[str, object]:
+    async def dry_run(self, command: m.OperatorCommand) -> dict[str, object]:
         """What the command would do: by the journal, in a thread. A long one takes its time, and agents do not wait."""
         from supervisor.controller.report import dry_run
 
@@ -457,23 +430,23 @@ class ControlLoop:
     def job_dir(self) -> Path:
         return self._writer.journal.job_dir
 
-    def submit(self, event: AnyEvent) -> asyncio.Future[list[Action]]:
+    def submit(self, event: m.AnyEvent) -> asyncio.Future[list[m.Action]]:
         """As `post`; the future gives what was decided."""
-        done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[list[m.Action]] = asyncio.get_running_loop().create_future()
         self._inbox.append(_Posted(event, done))
         self._wake.set()
         return done
 
-    def submit_without_journal(self, command: OperatorCommand) -> asyncio.Future[list[Action]]:
+    def submit_without_journal(self, command: m.OperatorCommand) -> asyncio.Future[list[m.Action]]:
         """As `submit`, for a `stop` or `pause` while the journal cannot be written: decided on ahead of all that waits.
 
         It is journalled before that, when there is room again. After a `stop` nothing waits for the journal any more.
         """
-        done: asyncio.Future[list[Action]] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[list[m.Action]] = asyncio.get_running_loop().create_future()
 
         def decide(seq: int) -> list[Entry]:
             event = msgspec.structs.replace(command, at=self.clock.now(), unrecorded=self.stall)
-            entries = [Entry("event", event.at, encode(event))]
+            entries = [Entry("event", event.at, m.encode(event))]
             actions, error = self._decide(event)
             told = self._written(actions)
             if seq:
@@ -489,7 +462,7 @@ class ControlLoop:
         self._wake.set()
         return done
 
-    def post(self, event: AnyEvent) -> None:
+    def post(self, event: m.AnyEvent) -> None:
         """Queue an event: it is journalled, then decided on, after everything posted before it."""
         self._inbox.append(_Posted(event, None))
         self._wake.set()
@@ -507,7 +480,7 @@ class ControlLoop:
         """Why the journal cannot be written now; empty while all is well."""
         return self._writer.stall
 
-    def _observe(self, look: Callable[[float], list[AnyEvent]], what: object) -> None:
+    def _observe(self, look: Callable[[float], list[m.AnyEvent]], what: object) -> None:
         try:
             events = look(self.clock.now())
         except Exception:
@@ -521,12 +494,12 @@ class ControlLoop:
 
     # ----- the loop -----
 
-    async def run(self) -> Outcome | None:
+    async def run(self) -> m.Outcome | None:
         """Until the job has ended (its outcome), `stop` was called or a newer controller took over (None)."""
         if self.outcome is not None:
             return self.outcome
         self._timers.arm_all()
-        self.post(ControllerStarted(at=self.clock.now(), epoch=self.epoch))
+        self.post(m.ControllerStarted(at=self.clock.now(), epoch=self.epoch))
         tasks = [
             asyncio.create_task(coroutine)
             for coroutine in (self._work(), self._tick(), self._look_for_newer(), self._stop.wait())
@@ -556,11 +529,11 @@ class ControlLoop:
             batch = list(self._inbox)
             was = self._writer.stalled_for_s
             first = await self._writer.write(
-                [Entry("event", posted.event.at, encode(posted.event)) for posted in batch]
+                [Entry("event", posted.event.at, m.encode(posted.event)) for posted in batch]
             )
             if self._writer.stalled_for_s != was:
                 self._deaf_until = time.monotonic() + CATCH_UP_S
-                self.post(JournalStalled(at=self.clock.now(), seconds=round(self._writer.stalled_for_s, 1)))
+                self.post(m.JournalStalled(at=self.clock.now(), seconds=round(self._writer.stalled_for_s, 1)))
             began = time.monotonic()
             for place, posted in enumerate(batch):
                 self._inbox.popleft()
@@ -585,7 +558,7 @@ class ControlLoop:
             self._wake.clear()
             await self._wake.wait()
 
-    def _decide(self, event: AnyEvent) -> tuple[list[Action], str]:
+    def _decide(self, event: m.AnyEvent) -> tuple[list[m.Action], str]:
         """`Job.handle`, and how it failed. A job that fails on an event goes on without it: so does every replay."""
         self._known_nodes.note(event)
         try:
@@ -594,12 +567,12 @@ class ControlLoop:
             log.exception("the job failed on %.2000r", event)
             return [], f"{type(failure).__name__}: {failure}"[:500]
 
-    def _written(self, actions: Sequence[Action]) -> list[Action | msgspec.Raw]:
+    def _written(self, actions: Sequence[m.Action]) -> list[m.Action | msgspec.Raw]:
         """The actions as the journal has them: assignments are JSON, the same that the node is sent."""
-        told: list[Action | msgspec.Raw] = []
+        told: list[m.Action | msgspec.Raw] = []
         for action in actions:
-            if isinstance(action, Assign):
-                told.append(msgspec.Raw(_ASSIGN + encode(self._names.shorten(action.assignment)) + b"}"))
+            if isinstance(action, m.Assign):
+                told.append(msgspec.Raw(_ASSIGN + m.encode(self._names.shorten(action.assignment)) + b"}"))
             else:
                 told.append(action)
         return told
@@ -627,9 +600,9 @@ class ControlLoop:
             return
         unheard = tuple(sorted(self._known_nodes.unheard))
         if len(unheard) > 1:
-            self.post(NodesLost(at=self.clock.now(), nodes=unheard, silent_s=after_s))
+            self.post(m.NodesLost(at=self.clock.now(), nodes=unheard, silent_s=after_s))
         elif unheard:
-            self.post(NodeLost(at=self.clock.now(), node=unheard[0], silent_s=after_s))
+            self.post(m.NodeLost(at=self.clock.now(), node=unheard[0], silent_s=after_s))
         self._known_nodes.unheard.clear()
 
     async def _look_for_newer(self) -> None:
@@ -652,24 +625,24 @@ class ControlLoop:
 
     # ----- what goes out -----
 
-    def _dispatch(self, actions: Sequence[Action], told: Sequence[Action | msgspec.Raw]) -> None:
+    def _dispatch(self, actions: Sequence[m.Action], told: Sequence[m.Action | msgspec.Raw]) -> None:
         """`told`: the same as `_written` gives them."""
         for action, written in zip(actions, told, strict=True):
-            if isinstance(action, Assign):
+            if isinstance(action, m.Assign):
                 assert isinstance(written, msgspec.Raw)
                 self._assign(action.assignment, bytes(written)[len(_ASSIGN) : -1])
-            elif isinstance(action, SetTimer):
+            elif isinstance(action, m.SetTimer):
                 self._timers.want(action)
                 self._timers.arm(action.timer)
-            elif isinstance(action, Note):
+            elif isinstance(action, m.Note):
                 log.info("%s", text_of(action), extra={"repeat_kind": action.kind})
-            elif isinstance(action, (SchedulerRequest, SchedulerComment, OpinionWanted)):
+            elif isinstance(action, (m.SchedulerRequest, m.SchedulerComment, m.OpinionWanted)):
                 self.outside(action)
             else:
-                assert isinstance(action, End)
+                assert isinstance(action, m.End)
                 self.outcome = action.outcome
 
-    def _assign(self, assignment: Assignment, message: bytes) -> None:
+    def _assign(self, assignment: m.Assignment, message: bytes) -> None:
         node = assignment.node
         self._fence.raise_to(assignment.attempt)
         self._assignments[node] = (assignment.epoch, assignment.version, message)
@@ -678,4 +651,4 @@ class ControlLoop:
             connection.send(message)
 
     def _fire(self, timer: str) -> None:
-        self.post(TimerFired(at=self.clock.now(), timer=timer))
+        self.post(m.TimerFired(at=self.clock.now(), timer=timer))

@@ -15,55 +15,9 @@ import msgspec
 
 from diagnosis.incident import Verdict
 from diagnosis.taxonomy import TAXONOMY
+from supervisor import messages as m
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
 from supervisor.job.view import slow_text
-from supervisor.messages import (
-    Action,
-    AnyEvent,
-    Assign,
-    CheckpointsSeen,
-    ControllerStarted,
-    End,
-    EvidenceArrived,
-    FindingArrived,
-    FindingsArrived,
-    HangConfirmed,
-    HangSuspected,
-    JobDefined,
-    JobRequeued,
-    JournalDamaged,
-    JournalStalled,
-    LauncherEnded,
-    LauncherReady,
-    NodeDone,
-    NodeJoined,
-    NodeLost,
-    NodeQuiet,
-    NodesLost,
-    Note,
-    NumbersSeen,
-    OperatorCommand,
-    OpinionArrived,
-    OpinionAsked,
-    Outcome,
-    PaceLearned,
-    PreparationFailed,
-    Progressed,
-    RankEnded,
-    RanksStopped,
-    Round,
-    SchedulerAnswered,
-    SchedulerComment,
-    SchedulerRequest,
-    SilenceSeen,
-    SpaceSeen,
-    StopRequested,
-    StragglersSeen,
-    TimerFired,
-    VersionsCompared,
-    WorkersStarted,
-    encode,
-)
 from supervisor.notes import repeats, same, tells, text_of
 from supervisor.view import rfc3339
 
@@ -212,7 +166,7 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
             "detail": detail,
         }
         rows.append(row)
-        notes = [one for one in step.decided.actions if isinstance(one, Note)] if step.decided is not None else []
+        notes = [one for one in step.decided.actions if isinstance(one, m.Note)] if step.decided is not None else []
         judged = step.decided is not None and row["kind"] in _JUDGED
         row["detail"] = detail or judged or any(tells(note, str(row["kind"])) for note in notes)
         for note in notes:
@@ -237,107 +191,107 @@ _JUDGED = frozenset({"hang_suspected", "hang_confirmed", "silence_seen"})
 """Events that the job tells of in notes of its own, or leaves alone: their own line is a detail once it has decided."""
 
 
-def tell(event: AnyEvent) -> tuple[str, bool]:
+def tell(event: m.AnyEvent) -> tuple[str, bool]:
     """The event in a sentence, and whether it is a detail that most readers can do without."""
     match event:
-        case ControllerStarted():
+        case m.ControllerStarted():
             return f"controller of epoch {event.epoch} started", False
-        case JobDefined():
+        case m.JobDefined():
             return f"job {event.spec.name}: {' '.join(event.spec.command)[:200]}", False
-        case JobRequeued():
+        case m.JobRequeued():
             return f"the scheduler has started the job again (restart {event.requeues})", False
-        case NodeJoined(host=""):
+        case m.NodeJoined(host=""):
             return f"{event.node} is heard again", False
-        case NodeJoined():
+        case m.NodeJoined():
             return (
                 f"{event.node} joined from {event.host} ({event.address}){' as a spare' if event.spare else ''}",
                 False,
             )
-        case NodeLost():
+        case m.NodeLost():
             return f"{event.node} lost: silent for {event.silent_s:.1f} s", False
-        case NodesLost():
+        case m.NodesLost():
             return f"{len(event.nodes)} nodes lost: silent for {event.silent_s:.1f} s", False
-        case NodeQuiet():
+        case m.NodeQuiet():
             return f"{event.node} {'misses heartbeats' if event.silent_s else 'is heard again'}", True
-        case LauncherReady():
+        case m.LauncherReady():
             return f"launcher of {event.node} waits in rendezvous for attempt {event.attempt}", True
-        case PreparationFailed():
+        case m.PreparationFailed():
             return f"{event.node} could not prepare attempt {event.attempt}: {event.error}", False
-        case WorkersStarted():
+        case m.WorkersStarted():
             return f"attempt {event.attempt}: {_ranks(event.ranks)} started on {event.node}", False
-        case Progressed():
+        case m.Progressed():
             step = "?" if event.step is None else event.step
             if event.first:
                 return f"attempt {event.attempt}: step {step} is the first one seen", False
             return f"attempt {event.attempt}: step {step}", True
-        case RankEnded():
+        case m.RankEnded():
             return f"rank {event.exit.rank} on {event.node} {_ending(event)}", False
-        case RanksStopped():
-            return f"{_ranks(event.ranks)} on {event.node}ended by unbroken", True
-        case LauncherEnded():
+        case m.RanksStopped():
+            return f"{_ranks(event.ranks)} on {event.node} ended by unbroken", True
+        case m.LauncherEnded():
             return f"launcher of {event.node} ended: {event.how}", False
         case _:
             return _tell_more(event)
 
 
-def _tell_more(event: AnyEvent) -> tuple[str, bool]:
+def _tell_more(event: m.AnyEvent) -> tuple[str, bool]:
     match event:
-        case EvidenceArrived():
+        case m.EvidenceArrived():
             found = event.evidence
             kind = "crash evidence" if found.request == 0 else f"evidence {found.request}"
             return f"{kind} of {found.node} arrived ({found.took_s:.2f} s to collect)", True
-        case FindingArrived():
+        case m.FindingArrived():
             finding = event.finding
             return (
                 f"{event.node}: {finding.failure_class.value}: {finding.evidence.text}",
                 finding.severity == "warning",
             )
-        case HangSuspected() | HangConfirmed() | SilenceSeen():
+        case m.HangSuspected() | m.HangConfirmed() | m.SilenceSeen():
             return f"{str(event.__struct_config__.tag).replace('_', ' ')}: {event.report.why}", False
-        case FindingsArrived():
+        case m.FindingsArrived():
             finding, many = event.first, event.end - event.number
             text = f"{event.node}: {many} findings, the first {finding.failure_class.value}: {finding.evidence.text}"
             return text, all(one.severity == "warning" for one in event.findings)
-        case PaceLearned():
+        case m.PaceLearned():
             learned = ", ".join(f"{phase} {longest:.1f} s" for phase, longest in event.longest_s.items())
             return f"longest pauses of a healthy run: {learned}", True
-        case CheckpointsSeen():
+        case m.CheckpointsSeen():
             newest = event.checkpoints[0] if event.checkpoints else None
             return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
-        case StragglersSeen():
+        case m.StragglersSeen():
             return slow_text(event) if event.ranks else "no rank slows the others down any more", True
-        case SpaceSeen():
+        case m.SpaceSeen():
             return f"{event.node}: {'; '.join(event.full) or 'there is enough disk space'}", True
-        case NumbersSeen():
+        case m.NumbersSeen():
             step = "" if event.step is None else f" at step {event.step}"
             return f"the loss is {'NaN or infinite' if event.bad else 'a number again'}{step}", True
-        case VersionsCompared():
+        case m.VersionsCompared():
             return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
-        case StopRequested():
+        case m.StopRequested():
             return f"{event.signal} received on {event.node}", False
-        case NodeDone():
+        case m.NodeDone():
             return f"{event.node} is done", True
-        case TimerFired():
+        case m.TimerFired():
             return f"timer {event.timer}", True
-        case OperatorCommand():
+        case m.OperatorCommand():
             words = [event.command, event.argument, f"({event.reason})" if event.reason else ""]
             return f"{event.by or 'an operator'}: {' '.join(filter(None, words))}", False
-        case JournalStalled():
+        case m.JournalStalled():
             return f"the journal could not be written for {event.seconds:.0f} s", True
-        case JournalDamaged():
+        case m.JournalDamaged():
             return f"the journal was damaged: {event.what}", False
-        case SchedulerAnswered():
+        case m.SchedulerAnswered():
             return f"scheduler, request {event.number}: {event.outcome} {event.text}".rstrip(), True
-        case OpinionAsked():
+        case m.OpinionAsked():
             return f"an operator has a model asked about {event.incident}", True
-        case OpinionArrived():
+        case m.OpinionArrived():
             told = event.opinion.problem
             return f"a model on {event.incident}: {told or event.opinion.failure_class.value}", True
         case _:
             return str(event.__struct_config__.tag).replace("_", " "), True
 
 
-def _ending(event: RankEnded) -> str:
+def _ending(event: m.RankEnded) -> str:
     end = event.exit
     how = f"was killed by signal {end.signal}" if end.signal is not None else f"ended with code {end.code}"
     return how + (" (by unbroken)" if end.stopped_by_us else "")
@@ -395,7 +349,7 @@ def differences(history: History) -> tuple[int, list[DecisionDifference]]:
     return count, found
 
 
-def _decided_alike(then: Decided, now: Sequence[Action]) -> bool:
+def _decided_alike(then: Decided, now: Sequence[m.Action]) -> bool:
     """Whether the same was decided, in whatever words."""
     if len(then.actions) != len(now):
         return False
@@ -407,54 +361,54 @@ def _failure(error: str) -> str:
     return error.partition(":")[0]
 
 
-def _alike(then: Action, now: Action) -> bool:
-    if isinstance(then, Note) and isinstance(now, Note):
+def _alike(then: m.Action, now: m.Action) -> bool:
+    if isinstance(then, m.Note) and isinstance(now, m.Note):
         return same(then, now)
-    if isinstance(then, Assign) and isinstance(now, Assign):
+    if isinstance(then, m.Assign) and isinstance(now, m.Assign):
         one, other = _round(then.assignment.round), _round(now.assignment.round)
         known = one is not None and other is not None and one.names and other.names
         if not known:  # an older journal names the nodes only once a decision
             one, other = (_unnamed(one), _unnamed(other))
         if one != other:
             return False
-    return encode(_without_words(then)) == encode(_without_words(now))
+    return m.encode(_without_words(then)) == m.encode(_without_words(now))
 
 
-def _round(given: Round | None) -> Round | None:
+def _round(given: m.Round | None) -> m.Round | None:
     """With the digest of its names, however the journal has it."""
     if given is None:
         return None
     names = given.names or (digest_of(given.nodes) if given.nodes else "")
-    return Round(attempt=given.attempt, store_host=given.store_host, store_port=given.store_port, names=names)
+    return m.Round(attempt=given.attempt, store_host=given.store_host, store_port=given.store_port, names=names)
 
 
-def _unnamed(given: Round | None) -> Round | None:
+def _unnamed(given: m.Round | None) -> m.Round | None:
     return msgspec.structs.replace(given, names="") if given is not None else None
 
 
-def _without_words(action: Action) -> Action:
+def _without_words(action: m.Action) -> m.Action:
     """What is only there to be read by people left out."""
     replace = msgspec.structs.replace
     match action:
-        case Assign():
+        case m.Assign():
             given = action.assignment
             notices = tuple((number, "") for number, _ in given.notices)
             outcome = _bare(given.outcome) if given.outcome is not None else None
             bare = replace(
                 given, round=None, notices=notices, outcome=outcome, drain_request="x" if given.drain_request else ""
             )
-            return Assign(assignment=bare)
-        case SchedulerRequest():
+            return m.Assign(assignment=bare)
+        case m.SchedulerRequest():
             return replace(action, reason="")
-        case SchedulerComment():
+        case m.SchedulerComment():
             return replace(action, text="")
-        case End():
-            return End(outcome=_bare(action.outcome))
+        case m.End():
+            return m.End(outcome=_bare(action.outcome))
         case _:
             return action
 
 
-def _bare(outcome: Outcome) -> Outcome:
+def _bare(outcome: m.Outcome) -> m.Outcome:
     return msgspec.structs.replace(outcome, line="", first_failure="")
 
 
@@ -477,7 +431,7 @@ def _last_decided(records: Sequence[Record]) -> dict[int, int]:
 NAMES_SHOWN = 8
 
 
-def dry_run(where: Path, command: OperatorCommand) -> dict[str, Any]:
+def dry_run(where: Path, command: m.OperatorCommand) -> dict[str, Any]:
     """The answer to `--dry-run`: what `command` would do to the job of this folder now. Raises OSError.
 
     Nothing is written and nobody is told.
@@ -493,7 +447,7 @@ def dry_run(where: Path, command: OperatorCommand) -> dict[str, Any]:
         f"which is {state} in attempt {attempt.number if attempt is not None else 0}{', paused' if job.paused else ''}"
     )
     actions = job.handle(command)
-    refused = "; ".join(text_of(action) for action in actions if isinstance(action, Note) and action.refused)
+    refused = "; ".join(text_of(action) for action in actions if isinstance(action, m.Note) and action.refused)
     sentences = [f"refused: {refused}"] if refused else _consequences(job, attempt, live, over, waiting, actions)
     after = frozenset(job.attempt.members) if job.attempt is not None else frozenset()
     interrupts = live and (job.attempt is not attempt or (job.is_over and not over))
@@ -504,7 +458,7 @@ def dry_run(where: Path, command: OperatorCommand) -> dict[str, Any]:
         "argument": command.argument,
         "state": state,
         "refused": bool(refused),
-        "unknown_node": any(action.unknown_node for action in actions if isinstance(action, Note)),
+        "unknown_node": any(action.unknown_node for action in actions if isinstance(action, m.Note)),
         "interrupts": interrupts,
         "drains": sorted(name for name, told in job.scheduler.drains.items() if drains.get(name) != told),
         "attempt": job.attempt.number if job.attempt is not None and job.attempt is not attempt else None,
@@ -513,7 +467,7 @@ def dry_run(where: Path, command: OperatorCommand) -> dict[str, Any]:
         "scheduler": [
             {"kind": one.kind, "node": one.node, "reason": one.reason, "exclude": list(one.exclude)}
             for one in actions
-            if isinstance(one, SchedulerRequest)
+            if isinstance(one, m.SchedulerRequest)
         ],
     }
 
@@ -523,7 +477,7 @@ def _starts_or_runs(job: Job) -> bool:
 
 
 def _consequences(
-    job: Job, attempt: Attempt | None, live: bool, over: bool, waiting: str, actions: list[Action]
+    job: Job, attempt: Attempt | None, live: bool, over: bool, waiting: str, actions: list[m.Action]
 ) -> list[str]:
     """In sentences, the worst first."""
     told: list[str] = []
@@ -538,14 +492,14 @@ def _consequences(
     if job.waiting and job.waiting != waiting:
         told.append(f"the job would wait for: {job.waiting}")
     for action in actions:
-        if isinstance(action, SchedulerRequest):
+        if isinstance(action, m.SchedulerRequest):
             about = action.node or (
                 f"start the job again without {_names(action.exclude)}" if action.kind == "requeue" else "the job"
             )
             reason = f" ({action.reason})" if action.reason else ""
             told.append(f"{job.spec.scheduler} would be asked: {action.kind} {about}{reason}")
     if not told:  # what the job itself says, but for the line that repeats the command
-        told += [text_of(action) for action in actions[1:] if isinstance(action, Note)]
+        told += [text_of(action) for action in actions[1:] if isinstance(action, m.Note)]
     return told
 
 
