@@ -46,7 +46,7 @@ from supervisor.job.core import (
 )
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
-from supervisor.messages import JobRequeued, Note, Outcome
+from supervisor.messages import JobRequeued, Note, NoteValue, Outcome
 from supervisor.notes import note, text_of
 from supervisor.view import IncidentView, utc
 
@@ -127,6 +127,10 @@ class IncidentRecord:
     def stops_nothing(self) -> bool:
         """The attempt goes on with it."""
         return self.trigger in ("signal", "device")
+
+    def note(self, kind: str, *, loud: bool = False, **arguments: NoteValue) -> Note:
+        """A note about it."""
+        return note(kind, incident=self.id, loud=loud, refused=False, unknown_node=False, **arguments)
 
     def mark(self, phase: str, at: float) -> None:
         """`phase` ended at `at`; the first time counts."""
@@ -546,7 +550,7 @@ class Incidents:
             record.hang = want.hang if record.hang is None else record.hang
             record.further_failures += 1
             if record.further_failures <= FURTHER_SHOWN:
-                yield note("incident_grows", incident=record.id, what=want.text)
+                yield record.note("incident_grows", what=want.text)
         if want.trigger == "exit":
             yield from self._gather_after_exit(record, attempt, want.node, first)
         elif want.trigger == "hang":
@@ -595,7 +599,7 @@ class Incidents:
             hang=hang,
         )
         self.log.open(record)
-        yield note("incident_opened", incident=record.id, loud=not (quiet or record.stops_nothing), what=text)
+        yield record.note("incident_opened", loud=not (quiet or record.stops_nothing), what=text)
         return record
 
     def open_with_plan(
@@ -624,9 +628,9 @@ class Incidents:
         record.plan = Plan(kind="ignore", why=why, counts=False)
         record.further_failures = further
         if then == "degraded":
-            yield note("incident_goes_on", incident=record.id, loud=True, what=record.verdict.why.rstrip("."), why=why)
+            yield record.note("incident_goes_on", loud=True, what=record.verdict.why.rstrip("."), why=why)
         elif then == "left_to_people":
-            yield note("left_waiting", incident=record.id, loud=True, why=why)
+            yield record.note("left_waiting", loud=True, why=why)
             self._hung = record
         else:
             yield from self.close(record, why, loud=True)
@@ -637,12 +641,12 @@ class Incidents:
         assert attempt is not None
         record.further_failures += count
         record.verdict = self._verdict(record, attempt)
-        yield note("incident_more", incident=record.id, loud=True, what=text)
+        yield record.note("incident_more", loud=True, what=text)
 
     def close(self, record: IncidentRecord, why: str, loud: bool = False) -> Wants:
         if record.closed_at is None:
             record.close(self._core.now, why)
-            yield note("incident_closed", incident=record.id, loud=loud, why=why)
+            yield record.note("incident_closed", loud=loud, why=why)
 
     def close_failures(self, text: str) -> Wants:
         for record in self.log.open_failures():
@@ -766,7 +770,7 @@ class Incidents:
             if not late or longer:
                 return
             missing = sorted({name for name, _ in record.awaiting})[:8]
-            yield note("evidence_missing", incident=record.id, nodes=tuple(missing))
+            yield record.note("evidence_missing", nodes=tuple(missing))
         yield cancel("evidence")
         yield from self._conclude(record, attempt)
 
@@ -791,15 +795,15 @@ class Incidents:
         record.mark("diagnose", now)
         loud = self._launcher_code(record) is None  # torchrun has said itself what is wrong
         said = _of_verdict(verdict)
-        yield note("verdict", incident=record.id, loud=loud, **said)
-        yield from self._scheduler.comment(text_of(note("verdict", incident=record.id, **said)))
+        yield record.note("verdict", loud=loud, **said)
+        yield from self._scheduler.comment(text_of(record.note("verdict", **said)))
         if self._ran_long_unseen(attempt):
             self.progress_made()
         record.plan = plan = policy.plan(verdict, self._situation(record, verdict, attempt))
         record.attempt_under_review = attempt
         self._remember(verdict, attempt, now)
         observe = self._core.mode == "observe"
-        yield note("plan", incident=record.id, loud=loud, plan=plan.kind, why=plan.why, observe=observe)
+        yield record.note("plan", loud=loud, plan=plan.kind, why=plan.why, observe=observe)
         yield from self._consider(record, plan, attempt)
 
     def _verdict(self, record: IncidentRecord, attempt: Attempt) -> Verdict:
@@ -898,7 +902,7 @@ class Incidents:
     def _consider(self, record: IncidentRecord, plan: Plan, attempt: Attempt) -> Wants:
         """May the job act, or must it wait?"""
         if plan.until == "progress":
-            yield note("left_waiting", incident=record.id, loud=True)
+            yield record.note("left_waiting", loud=True)
             yield from self._leave_hung(record)
         elif plan.kind == "ignore":
             yield from self._go_on(record, f"left alone: {plan.why}")
@@ -912,7 +916,7 @@ class Incidents:
             yield Enter("RECOVERING")
             yield from self.wait_for_operator()
             kind = "plan_waits_paused" if self._core.paused else "plan_waits"
-            yield note(kind, incident=record.id, loud=True)
+            yield record.note(kind, loud=True)
         else:
             yield from self._carry_out(record, plan)
 
@@ -1008,9 +1012,9 @@ class Incidents:
         vouched = cordons.vouched_since(record.opened_at)
         for cordon in plan.cordons:
             if cordon.node in vouched:
-                yield note("cordon_vouched", incident=record.id, node=cordon.node)
+                yield record.note("cordon_vouched", node=cordon.node)
             elif cordons.of(cordon.node, self._core.now) is None:
-                yield note("cordoned", incident=record.id, loud=True, node=cordon.node, reason=cordon.reason)
+                yield record.note("cordoned", loud=True, node=cordon.node, reason=cordon.reason)
                 yield from self._scheduler.cordon(cordon, approved=by_operator)
 
     def _wait_for_space(self, record: IncidentRecord, plan: Plan) -> Wants:
@@ -1175,15 +1179,15 @@ class Incidents:
         if fresh and refused:
             if not record.late_evidence_reported:
                 record.late_evidence_reported = True
-                yield note("reviewed_refused", incident=record.id, loud=True, **said, plan=plan.why, because=refused)
+                yield record.note("reviewed_refused", loud=True, **said, plan=plan.why, because=refused)
         elif fresh:
             self._revise(record, verdict)
-            yield note("reviewed", incident=record.id, loud=True, **said, plan=plan.why)
+            yield record.note("reviewed", loud=True, **said, plan=plan.why)
             yield from self._replan(record, plan)
         elif surer:
             self._revise(record, verdict)
             stays = plan.why if plan.breaker else ""
-            yield note("reviewed_plan_stays", incident=record.id, loud=True, **said, plan=stays)
+            yield record.note("reviewed_plan_stays", loud=True, **said, plan=stays)
         self._remember(record.verdict or before, attempt, record.phase_ends["diagnose"])
 
     def _situation_under_review(self, record: IncidentRecord, verdict: Verdict, attempt: Attempt) -> policy.Situation:
@@ -1437,7 +1441,7 @@ class Degraded:
         since = "" if self._bad_from is None else f" from step {self._bad_from} on"
         text = f"the loss was no number{since}, to the end"
         yield from self._incidents.close(record, text)
-        yield note("bad_numbers_to_the_end", incident=record.id, loud=True, from_step=self._bad_from)
+        yield record.note("bad_numbers_to_the_end", loud=True, from_step=self._bad_from)
         return msgspec.structs.replace(outcome, line=f"{outcome.line}; but {text} ({record.id})"[:500])
 
     # ----- devices -----

@@ -37,7 +37,8 @@ def test_every_note_has_a_sentence() -> None:
     told = set()
     for path in SOURCES:
         for call in ast.walk(ast.parse(path.read_text())):
-            name = getattr(getattr(call, "func", None), "id", "")
+            func = getattr(call, "func", None)
+            name = getattr(func, "id", getattr(func, "attr", ""))  # `note(...)` or `record.note(...)`
             if isinstance(call, ast.Call) and name in ("note", "_refuse"):
                 told |= {one.value for one in ast.walk(call.args[0]) if isinstance(one, ast.Constant)}
     assert told - {"paused_"} <= set(KINDS)
