@@ -233,7 +233,7 @@ class Job:
             "settle": self.attempts.settle_due,  # the attempt has run for so long that incidents close without a step
             "finish": self.attempts.finish_due,  # launchers did not end although every rank did
             "backoff": self._backoff_due,  # the pause before the next attempt is over
-            "gather": self._gather_due,  # the job starts with fewer nodes than it may have
+            "gather": self._proceed,  # the job starts with fewer nodes than it may have
             "nodes": self._nodes_due,  # too few nodes came
             "hold": self._hold_due,  # no operator decided
             "evidence": self.incidents.evidence_due,  # an incident is diagnosed without the evidence that is missing
@@ -259,10 +259,10 @@ class Job:
             m.SchedulerRequest: self._give_out,
             m.SchedulerComment: self._give_out,
             # attempts
-            Form: self._form,
-            Proceed: self._proceed,
+            Form: lambda want: self._form(want.members),
+            Proceed: lambda want: self._proceed(by_operator=want.by_operator),
             RefreshAndProceed: lambda _: self._refresh_and_proceed(),
-            NextAttempt: self._next_attempt,
+            NextAttempt: lambda want: self._next_attempt(want.delay_s, want.by_operator),
             AttemptBegins: lambda want: incidents.attempt_begins(want.number),
             # incidents
             OpenIncident: incidents.open_incident,
@@ -467,7 +467,7 @@ class Job:
             if event.spec != core.spec:
                 yield note("spec_differs", what=_first_difference(event.spec, core.spec, event.node))
             return
-        yield Proceed()
+        yield from self._proceed()
 
     @property
     def goes_on_when_requeued(self) -> bool:
@@ -654,10 +654,7 @@ class Job:
 
     def _backoff_due(self) -> Wants:
         yield from self.space.go_on_with_room()
-        yield Proceed()
-
-    def _gather_due(self) -> Wants:
-        yield Proceed()
+        yield from self._proceed()
 
     def _requeue_due(self) -> Wants:
         if self.state == "RECOVERING" and not (self.paused or self.incidents.held or self._must_wait()):
@@ -693,12 +690,12 @@ class Job:
         no_room = self.space.wanted is not None and not self.attempts.by_operator
         return self.scheduler.is_requeuing or self.incidents.approval_wanted or no_room
 
-    def _proceed(self, want: Proceed) -> Wants:
+    def _proceed(self, *, by_operator: bool = False) -> Wants:
         """Start the next attempt if nothing stands in its way."""
         core = self.core
         if core.state not in ("IDLE", "RECOVERING") or core.defined_at is None or core.is_over:
             return
-        if want.by_operator:
+        if by_operator:
             self.attempts.start_by_operator()
         kept_back = core.paused and not self.attempts.by_operator
         if kept_back or self.incidents.held or "backoff" in core.timers or self._must_wait():
@@ -711,24 +708,24 @@ class Job:
         yield from self.space.go_on_with_room()
         if self.state == "RECOVERING" and not self.incidents.approval_wanted:
             yield from self.attempts.refresh()
-        yield Proceed()
+        yield from self._proceed()
 
-    def _next_attempt(self, want: NextAttempt) -> Wants:
+    def _next_attempt(self, delay_s: float, by_operator: bool) -> Wants:
         """End what is left of the current attempt and start the next."""
         yield Enter("RECOVERING")
-        self.incidents.hand_over(want.by_operator)
+        self.incidents.hand_over(by_operator)
         self.space.stop_waiting()
         yield cancel("backoff", "gather", "nodes", "hold", "evidence")
-        yield Form(self.attempts.next_members())
-        if want.delay_s > 0:
-            yield Timer("backoff", self.core.now + want.delay_s)
-            yield note("attempt_delayed", delay_s=want.delay_s)
-        yield Proceed(want.by_operator)
+        yield from self._form(self.attempts.next_members())
+        if delay_s > 0:
+            yield Timer("backoff", self.core.now + delay_s)
+            yield note("attempt_delayed", delay_s=delay_s)
+        yield from self._proceed(by_operator=by_operator)
 
-    def _form(self, want: Form) -> Wants:
+    def _form(self, members: tuple[str, ...]) -> Wants:
         """A new attempt: what belongs to the one before ends with it."""
         yield from self.degraded.attempt_ends()
-        yield from self.attempts.form(want.members)
+        yield from self.attempts.form(members)
         self.checkpoints.begin_attempt()
         self.nodes.begin_attempt()
         yield cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
