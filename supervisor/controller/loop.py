@@ -24,13 +24,13 @@ from supervisor.controller.journal import (
     Entry,
     History,
     Journal,
+    JournalWriter,
     RoundNames,
     Superseded,
     decided_entry,
     read_history,
     steps,
 )
-from supervisor.controller.journal_writer import JournalWriter
 from supervisor.controller.listener import Connection
 from supervisor.errors import CommandNotJournalled
 from supervisor.notes import text_of

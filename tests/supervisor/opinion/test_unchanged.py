@@ -34,7 +34,7 @@ DECIDED_S = 30.0
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that others keep busy for seconds is an event of its own, and not what is compared here."""
-    monkeypatch.setattr("supervisor.controller.journal_writer.STALL_S", 60.0)
+    monkeypatch.setattr("supervisor.controller.journal.STALL_S", 60.0)
 
 
 def evidence(attempt: int) -> NodeEvidence:
