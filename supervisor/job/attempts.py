@@ -770,7 +770,7 @@ class Attempts:
         waiting = any(name not in attempt.launchers_ended and self._nodes.is_present(name) for name in attempt.members)
         if late or not waiting:
             outcome = m.Outcome(state="succeeded", exit_code=0, line="the run is complete")
-            yield EndJob(outcome, note("job_ended", why="the run is complete"))
+            yield EndJob(outcome)
 
     def finish_due(self) -> Wants:
         if self.is_finishing:

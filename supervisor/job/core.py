@@ -122,7 +122,8 @@ class EndJob(Want, frozen=True):
     """The job has ended: every node is told, and the controller goes when all are done."""
 
     outcome: Outcome
-    note: Note
+    why: str = ""
+    """What is told; empty: the outcome's line."""
     grace_s: float = FAILURE_GRACE_S
 
 

@@ -930,7 +930,7 @@ class Incidents:
                 yield from self._go_on(record, f"mode observe: would {plan.kind}")
             return
         why = f"mode observe: would {plan.kind} ({plan.why})"
-        yield EndJob(_failure(record, why, record.launcher_code), note("job_ended", why="ends as torchrun would"))
+        yield EndJob(_failure(record, why, record.launcher_code), "ends as torchrun would")
 
     def _leave_hung(self, record: IncidentRecord) -> Wants:
         """A hang that nobody acts on: the incident stays open until progress comes back, or somebody acts."""
@@ -972,9 +972,9 @@ class Incidents:
         yield cancel("hold")
         if plan.kind == "succeed":
             outcome = Outcome(state="succeeded", exit_code=0, line=f"the run is complete: {plan.why}")
-            yield EndJob(outcome, note("job_ended", why=plan.why))
+            yield EndJob(outcome, plan.why)
         elif plan.kind == "stop":
-            yield EndJob(_failure(record, plan.why, plan.exit_code), note("job_ended", why=f"stopped: {plan.why}"))
+            yield EndJob(_failure(record, plan.why, plan.exit_code), f"stopped: {plan.why}")
         elif plan.kind == "hold" and plan.until == "space":
             yield from self._wait_for_space(record, plan)
         elif plan.kind == "hold":
@@ -998,7 +998,7 @@ class Incidents:
         if plan.counts:
             if self.budget.next_delay_s(now) is None:
                 why = "the restart budget is spent without progress"
-                yield EndJob(_failure(record, why, policy.BUDGET_SPENT), note("job_ended", why=why))
+                yield EndJob(_failure(record, why, policy.BUDGET_SPENT), why)
                 return
             self.budget.charge(now)
         self._attempts.count_restart()

@@ -670,7 +670,7 @@ class Job:
         found, refused = len(self.attempts.next_members()), scheduler.requeue_refused
         why = f"only {found} of {spec.nodes_min} nodes could be used after {spec.wait_for_nodes_s:.0f} s"
         why += f"; {spec.scheduler} does not start the job again: {refused}" if refused else ""
-        yield EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why), note("job_ended", why=why))
+        yield EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why))
 
     def _hold_due(self) -> Wants:
         limit_s, held = self.core.spec.hold_limit_s, self.incidents.held
@@ -678,7 +678,7 @@ class Job:
         why = f"nobody decided within {limit} (run.hold_limit_s): {held or 'a plan waited for approval'}"
         if self.space.wanted is not None:
             why = f"no room on disks within {limit} (run.hold_limit_s): {self.space.text}"[:400]
-        yield EndJob(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why), note("job_ended", why=why))
+        yield EndJob(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why))
 
     def _end_due(self) -> Wants:
         yield from self.scheduler.leave(even_so=True)
@@ -747,7 +747,9 @@ class Job:
         self.incidents.end(outcome)
         self._cancel_all()
         yield Timer("end", core.now + want.grace_s + END_SLACK_S)
-        yield want.note
+        line = want.outcome.line
+        requeued = outcome.state == "requeued"
+        yield note("requeue_happens", what=line) if requeued else note("job_ended", why=want.why or line)
         self.nodes.touch_all()
         yield from self.scheduler.leave()
 

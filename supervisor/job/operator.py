@@ -121,7 +121,7 @@ class Operator:
         """Exit code 130 for SIGINT, else 143: a stopped run is not complete, so it is never 0."""
         self._core.stop_signal = signal if signal in STOPPED_EXIT else "SIGTERM"
         outcome = m.Outcome(state="stopped", exit_code=STOPPED_EXIT[self._core.stop_signal], line=line)
-        yield EndJob(outcome, note("job_ended", why=line), grace_s=STOP_GRACE_S)
+        yield EndJob(outcome, grace_s=STOP_GRACE_S)
 
     # ----- commands -----
 

@@ -559,8 +559,7 @@ class SchedulerRequests:
         """The scheduler starts the job again: this run of it ends. `how`: as it says."""
         line = f"requeued: {self._scheduler} starts the job again, and it goes on from here"
         line = f"{line} ({how})"[:500] if how else line
-        outcome = m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line)
-        yield EndJob(outcome, note("requeue_happens", what=line))
+        yield EndJob(m.Outcome(state="requeued", exit_code=REQUEUED_EXIT, line=line))
 
     def look_whether_again(self) -> None:
         """Slurm sends the same signal when it ends a job and when it starts it again (after a preemption, say)."""
