@@ -285,11 +285,12 @@ def _one_line(answer: dict[str, Any]) -> str:
 
 
 def _culprits(verdict: dict[str, Any] | None) -> str:
-    named = []
-    for culprit in (verdict or {}).get("culprits", []):
-        rank = f"rank {culprit['rank']}" if culprit["rank"] is not None else ""
-        named.append(" ".join(filter(None, (culprit["node"], rank, culprit["gpu"]))))
-    return ", ".join(named)
+    """`node n7, rank 57, GPU 0000:c1:00; node n8`."""
+    names = (("node", "node"), ("rank", "rank"), ("gpu", "GPU"))
+    return "; ".join(
+        ", ".join(f"{name} {culprit[key]}" for key, name in names if culprit.get(key) not in (None, ""))
+        for culprit in (verdict or {}).get("culprits", [])
+    )
 
 
 def incidents(answer: dict[str, Any]) -> None:
@@ -364,7 +365,7 @@ def _verdict_parts(verdict: dict[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [
         _field("verdict", f"{verdict['failure_class']} ({verdict['kind']}), {verdict['confidence']:.0%} sure"),
         _field("why", verdict["why"]),
-        _field("who", _culprits(verdict) or "nobody in particular"),
+        _field("culprit", _culprits(verdict) or "none can be named"),
     ]
     if verdict["symptoms"]:
         parts.append(_field("symptoms", ", ".join(verdict["symptoms"])))
@@ -382,7 +383,7 @@ def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
         return [_field("opinion", f"none from {model}: {opinion['problem']}")]
     parts: list[RenderableType] = [
         _field("opinion", f"{opinion['failure_class']} ({model}, in {seconds(opinion['took_s'])}; never acted upon)"),
-        _field("", _culprits(opinion) or "nobody in particular"),
+        _field("", _culprits(opinion) or "no culprit"),
         _field("", opinion["why"]),
     ]
     parts += [_field("rests on" if number == 0 else "", line) for number, line in enumerate(opinion["lines"])]
@@ -393,11 +394,13 @@ def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
     return parts
 
 
-def _evidence(evidence: dict[str, Any]) -> str:
-    rank = f"rank {evidence['rank']}" if evidence["rank"] is not None else ""
-    line = f":{evidence['line']}" if evidence["line"] is not None else ""
-    place = ", ".join(filter(None, (evidence["node"], rank, f"{evidence['source']}{line}")))
-    return f"[{place}] {evidence['text']}" if place else str(evidence["text"])
+def _evidence(one: dict[str, Any]) -> str:
+    """`stdout:118, node n7, rank 57, 2026-03-01T12:00:01Z: text`."""
+    line = f":{one['line']}" if one["line"] else ""
+    node = f"node {one['node']}" if one.get("node") else ""
+    rank = f"rank {one['rank']}" if one["rank"] is not None else ""
+    place = ", ".join(filter(None, (f"{one['source']}{line}", node, rank, one.get("at"))))
+    return f"{place}: {one['text']}" if place else str(one["text"])
 
 
 def _cordon(cordon: dict[str, Any]) -> str:
@@ -470,8 +473,8 @@ def diagnosis(value: dict[str, Any]) -> None:
     verdict = value["verdict"]
     headline = f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}"
     click.echo(click.style(clean_line(headline, SHOWN), bold=True))
-    for culprit in verdict["culprits"]:
-        _diagnosis_field("culprit", culprit_text(culprit))
+    if verdict["culprits"]:
+        _diagnosis_field("culprit", _culprits(verdict))
     remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
     if verdict["action"] != "none":
         words = _ACTIONS.get(verdict["action"], verdict["action"])
@@ -481,7 +484,7 @@ def diagnosis(value: dict[str, Any]) -> None:
         _diagnosis_field("or", f"{one['failure_class']} ({one['confidence']:.0%})")
     if value["symptoms"]:
         _diagnosis_field("symptoms", ", ".join(value["symptoms"]))
-    _list("evidence", map(evidence_text, value["evidence"]))
+    _list("evidence", map(_evidence, value["evidence"]))
     _events(value["kernel_events"], value["kernel_events_left_out"])
     _flight(value["flight_recorder"], {one["text"] for one in value["evidence"]})
     _steps(value["progress"])
@@ -491,20 +494,6 @@ def diagnosis(value: dict[str, Any]) -> None:
     _list("not read", value["problems"])
     lines, files = value["lines"], value["files"]
     click.echo(f"({lines} line{'s' * (lines != 1)} of {files} file{'s' * (files != 1)})")
-
-
-def culprit_text(culprit: dict[str, Any]) -> str:
-    """`node n7, GPU 0000:c1:00, rank 57`."""
-    names = (("node", "node"), ("gpu", "GPU"), ("rank", "rank"))
-    return ", ".join(f"{name} {culprit[key]}" for key, name in names if culprit.get(key) not in (None, ""))
-
-
-def evidence_text(one: dict[str, Any]) -> str:
-    """`file:118 rank 57 at 12:00:01: text`."""
-    where = f"{one['source']}:{one['line']}" if one["line"] else one["source"]
-    rank = f" rank {one['rank']}" if one["rank"] is not None else ""
-    at = f" {one['at']}" if one.get("at") else ""
-    return f"{where}{rank}{at}: {one['text']}"
 
 
 def rank_list(numbers: Iterable[int]) -> str:
