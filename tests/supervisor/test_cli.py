@@ -200,11 +200,6 @@ def test_nobody_forges_a_line_of_the_timeline_with_a_reason(live: Path) -> None:
     assert "\n2031-01-01" not in unbroken("timeline", cwd=live)
 
 
-@pytest.mark.parametrize("address", ["http://[::1", "host:notaport"])
-def test_an_address_that_is_none_is_said_to_be_none(live: Path, address: str) -> None:
-    assert "is not the address of a controller" in unbroken("pause", "--controller", address, cwd=live, code=69)
-
-
 def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_to_do(live: Path) -> None:
     found = read_controller_file(live / "unbroken-jobs" / "llama")
     assert found is not None
@@ -223,13 +218,6 @@ def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_t
     assert read("status", cwd=live)["outcome"] is None
 
 
-def test_what_is_refused_is_told_by_the_exit_code_too(live: Path) -> None:
-    said = unbroken("approve", "i-1", cwd=live, code=1)
-    assert "nothing waits for approval" in said
-    assert "Nothing was done" in said
-    assert "refused: nothing waits for approval" in unbroken("approve", "i-1", "--dry-run", cwd=live, code=1)
-
-
 def test_a_dry_run_says_what_would_happen_and_leaves_no_trace(live: Path) -> None:
     unbroken("restart", "--yes", cwd=live)
     since = read("timeline", cwd=live)["rows"][-1]["seq"]
@@ -237,10 +225,6 @@ def test_a_dry_run_says_what_would_happen_and_leaves_no_trace(live: Path) -> Non
     assert would["interrupts"]
     assert "the job would end: stopped by an operator (exit code 143)" in would["would"]
     assert read("timeline", "--since", str(since), cwd=live)["rows"] == []
-
-
-def test_a_dry_run_needs_no_controller(job: Path) -> None:
-    assert "which is STARTING in attempt 2" in unbroken("pause", "--dry-run", cwd=job)
 
 
 def test_a_cordon_is_asked_about_only_where_it_interrupts(live: Path) -> None:
@@ -327,27 +311,6 @@ def test_a_token_that_cannot_be_read_is_told_apart(live: Path) -> None:
     said = unbroken("status", cwd=live)
     assert "the journal is read instead" in said
     assert "job llama: " in said
-
-
-def test_a_wrong_token_is_told_apart(live: Path) -> None:
-    (live / "other").write_text("no\n")
-    assert "token" in unbroken("status", "--token-file", str(live / "other"), cwd=live, code=77)
-
-
-def test_a_port_that_another_job_has_now_is_no_obstacle(live: Path) -> None:
-    folder = live / "unbroken-jobs" / "llama"
-    (folder / "token").write_text("that of a job whose controller is gone\n")
-    (folder / "token").chmod(0o600)
-    assert read("status", cwd=live)["controller"] is None
-    assert "token" in unbroken("pause", cwd=live, code=77)
-
-
-def test_replay_agrees_with_itself_and_tells_a_difference(live: Path) -> None:
-    folder = live / "unbroken-jobs" / "llama"
-    unbroken("pause", cwd=live)
-    answer = read("replay", str(folder), cwd=live)
-    assert answer["differences"] == []
-    assert answer["events"] >= len(a_story()) + 2
 
 
 def test_replay_tells_what_is_decided_differently_now(tmp_path: Path) -> None:

@@ -182,11 +182,6 @@ def lines(whole: Path, epoch: int) -> list[bytes]:
     return journal_path(whole, epoch).read_bytes().splitlines(keepends=True)
 
 
-def test_a_whole_journal_goes_on(whole: Path, tmp_path: Path) -> None:
-    story_goes_on(damaged(whole, tmp_path / "job", 1, lambda data: data), must_tell=False)
-    assert read_history(tmp_path / "job").damaged == ()
-
-
 @pytest.mark.lasts(40)
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_a_bit_flipped_anywhere(whole: Path, tmp_path: Path, epoch: int) -> None:

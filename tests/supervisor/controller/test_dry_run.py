@@ -45,23 +45,6 @@ def test_a_restart_after_a_cordon_tells_who_leaves_who_comes_and_what_stops(ask:
     assert "attempt 2 would start on a, c; no good checkpoint was found" in found["would"]
 
 
-def test_a_cordon_tells_the_scheduler_and_leaves_a_running_attempt_alone(ask: Any) -> None:
-    found = ask("cordon", "b")
-    assert not found["interrupts"]
-    assert (found["scheduler"][0]["node"], found["drains"], found["unknown_node"]) == ("b", ["b"], False)
-    assert "slurm would be asked: drain b (unbroken: operator job=7 by=ann" in found["would"]
-
-
-def test_a_drain_that_a_pause_holds_back_is_one_all_the_same(ask: Any) -> None:
-    found = ask("cordon", "b", before=lambda driver: driver.order("pause"))
-    assert (found["scheduler"], found["drains"]) == ([], ["b"])
-
-
-def test_a_node_that_the_job_has_never_had(ask: Any) -> None:
-    unknown = ask("cordon", "d")
-    assert (unknown["unknown_node"], unknown["drains"]) == (True, [])
-
-
 def test_a_cordon_while_an_attempt_is_formed_interrupts_it(ask: Any) -> None:
     found = ask("cordon", "b", before=lambda driver: driver.order("restart"))
     assert (found["interrupts"], found["leave"], found["join"]) == (True, ["b"], ["c"])
@@ -77,11 +60,3 @@ def test_what_would_be_refused_is_said(ask: Any) -> None:
     found = ask("approve", "i-9")
     assert found["refused"]
     assert "nothing waits for approval" in found["would"]
-
-
-def test_what_changes_nothing_says_so(ask: Any) -> None:
-    assert "nothing would change at once" in ask("mode", "enforce")["would"]
-
-
-def test_a_pause_says_what_goes_on(ask: Any) -> None:
-    assert "the ranks go on. Until `unbroken resume`, failures are recorded" in ask("pause")["would"]

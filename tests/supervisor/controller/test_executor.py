@@ -9,7 +9,7 @@ from recovery.schedulers import Local
 from recovery.scheduling import Answer, Scheduler
 from supervisor.controller import executor as module
 from supervisor.controller.executor import Executor
-from supervisor.messages import AnyEvent, JobSpec, OpinionWanted, SchedulerAnswered, SchedulerComment, SchedulerRequest
+from supervisor.messages import AnyEvent, JobSpec, SchedulerAnswered, SchedulerComment, SchedulerRequest
 
 
 class Told(Local):
@@ -119,20 +119,6 @@ def test_a_scheduler_that_fails_or_hangs_is_an_answer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "REQUEST_S", 0.05)
     (answer,) = run([SchedulerRequest(number=1, kind="drain", node="slow")], Told(takes_s=100))
     assert (answer.outcome, answer.text) == ("unavailable", "no answer within 0.05 s")
-
-
-def test_no_scheduler_of_that_name() -> None:
-    (answer,) = run([SchedulerRequest(number=1, kind="drain", node="n1")], None, {})
-    assert (answer.outcome, answer.text) == ("unsupported", "there is no scheduler 'local'")
-    (answer,) = run([SchedulerRequest(number=1, kind="drain", node="n1")], None)
-    assert answer.outcome == "unsupported"
-
-
-def test_what_is_for_the_model_goes_there() -> None:
-    wanted: list[OpinionWanted] = []
-    errands = Executor(lambda _: None, lambda: 0.0, lambda: JobSpec(name="j"), {}, opinion=wanted.append)
-    errands(OpinionWanted(incident="i-1"))
-    assert wanted == [OpinionWanted(incident="i-1")]
 
 
 def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to() -> None:

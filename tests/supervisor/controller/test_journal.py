@@ -17,10 +17,7 @@ from supervisor.controller.journal import (
     claim_epoch,
     decided_entry,
     digest_of,
-    format_record,
-    journal_path,
     open_journal,
-    parse_record,
     read_history,
     steps,
 )
@@ -38,32 +35,6 @@ def progressed(step: int) -> Entry:
 def timers(where: Path) -> list[str]:
     found = [step.event for step in steps(read_history(where).records)]
     return [each.timer for each in found if isinstance(each, TimerFired)]
-
-
-def test_what_is_written_is_read_again_in_order(tmp_path: Path) -> None:
-    journal, before = open_journal(tmp_path)
-    assert before.records == []
-    first = journal.write([event(1), event(2)])
-    decided = Decided(of=first + 1, actions=(Note(text="two"),))
-    journal.write([Entry("decided", 1002.0, encode(decided)), event(3)], sync=False)
-    journal.close()
-
-    found = list(steps(read_history(tmp_path).records))
-    assert [step.event for step in found] == [TimerFired(at=1000.0 + n, timer=f"t{n}") for n in (1, 2, 3)]
-    assert [step.decided for step in found] == [None, decided, None]
-    assert read_history(tmp_path).problems == []
-
-
-def test_each_controller_continues_in_a_file_of_its_own(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        journal, history = open_journal(tmp_path)
-        assert journal.epoch == number
-        assert len([r for r in history.records if r.kind == "event"]) == number - 1
-        journal.write([event(number)])
-        journal.close()
-    assert timers(tmp_path) == ["t1", "t2", "t3"]
-    sequence = [record.seq for record in read_history(tmp_path).records]
-    assert sequence == sorted(set(sequence))
 
 
 def test_a_tail_torn_at_any_byte_loses_only_the_last_record(tmp_path: Path) -> None:
@@ -96,15 +67,6 @@ def test_what_is_whole_behind_damage_counts_and_what_is_damaged_is_kept(tmp_path
     assert open_journal(tmp_path)[1].damaged == ()
 
 
-def test_a_flipped_bit_is_noticed() -> None:
-    line = format_record(7, 1.5, 1, "event", b'{"event":"timer_fired","at":1.5,"timer":"abc"}')
-    record = parse_record(line)
-    assert record is not None
-    assert (record.seq, record.at, record.epoch) == (7, 1.5, 1)
-    assert parse_record(line.replace(b"abc", b"abd")) is None
-    assert parse_record(line[:-1]) is None
-
-
 def test_a_controller_that_was_replaced_may_write_but_not_act(tmp_path: Path) -> None:
     old, _ = open_journal(tmp_path)
     old.write([event(1)])
@@ -134,64 +96,6 @@ def test_no_epoch_is_claimed_twice(tmp_path: Path) -> None:
         process.join(30)
     assert sorted(numbers) == list(range(1, 81))
     assert sorted(os.listdir(tmp_path / "epochs"), key=int) == [str(n) for n in range(1, 81)]
-
-
-class FailingFile:
-    """A file on a disk that is full after `room` bytes: what fits of a write is written."""
-
-    def __init__(self, path: Path, room: int) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        self.room = room
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data[: self.room])
-        if len(data) > self.room:
-            self.room = 0
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.room -= len(data)
-
-    def sync(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def truncate(self, size: int) -> None:
-        self._file.truncate(size)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def test_a_full_disk_tears_nothing(tmp_path: Path) -> None:
-    files: list[FailingFile] = []
-
-    def open_file(path: Path) -> FailingFile:
-        files.append(FailingFile(path, 1 << 20))
-        return files[-1]
-
-    journal, _ = open_journal(tmp_path, open_file=open_file)
-    journal.write([event(1)])
-    files[0].room = 30
-    for _ in range(3):
-        with pytest.raises(OSError, match="No space left"):
-            journal.write([event(2)])
-    files[0].room = 1 << 20
-    journal.write([event(2)])
-    assert timers(tmp_path) == ["t1", "t2"]
-    assert read_history(tmp_path).problems == []
-
-
-def test_a_long_journal_is_thinned_and_the_rest_kept(tmp_path: Path) -> None:
-    journal, _ = open_journal(tmp_path)
-    journal.write([event(1), *(progressed(n) for n in range(2000)), event(2)])
-    second, history = open_journal(tmp_path, max_bytes=10_000)
-    assert len(history.records) > 2000
-    second.write([event(3)])
-    assert not journal_path(tmp_path, 1).exists()
-    assert timers(tmp_path) == ["t1", "t2", "t3"]
-    kept = [step.event for step in steps(read_history(tmp_path).records)]
-    assert [each.step for each in kept if isinstance(each, Progressed)] == [1999]
-    third, again = open_journal(tmp_path)
-    assert third.epoch == 3
-    assert next(r.seq for r in again.records if r.kind == "event") == 2
 
 
 def test_a_journal_that_grew_large_is_thinned_while_it_is_used(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from supervisor.controller.journal import steps
 from supervisor.errors import CommandDenied, ControllerSilent
-from supervisor.messages import OperatorCommand, Progressed
+from supervisor.messages import JournalStalled, OperatorCommand, Progressed
 
 
 class BadFile:
@@ -76,6 +76,8 @@ def test_on_a_full_disk_a_pause_acts_at_once_and_is_journalled_before_what_waite
         async with stalled(rig, BadFile.full.set) as (running, _):
             with pytest.raises(CommandDenied, match="nothing is done but `stop` and `pause`"):
                 await rig.override(running, "restart")
+            with pytest.raises(CommandDenied, match="status 503"):
+                await rig.ask(running.address, lambda client: client.get("/healthz"))
             await rig.override(running, "pause")
             [order] = [event for event in running.job.seen if isinstance(event, OperatorCommand)]
             assert (order.command, "No space left" in order.unrecorded) == ("pause", True)
@@ -92,34 +94,6 @@ def test_on_a_full_disk_a_pause_acts_at_once_and_is_journalled_before_what_waite
     rig.go(scenario())
 
 
-def test_an_order_that_finds_the_disk_full_first_is_done_all_the_same(rig: Any) -> None:
-    async def scenario() -> None:
-        async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
-            await rig.until(lambda: one.newest)
-            BadFile.full.set()
-            await rig.override(running, "stop")
-            outcome = await running.task
-            assert (outcome.state, running.loop.stall != "") == ("stopped", True)
-
-    rig.go(scenario())
-
-
-def test_on_a_full_disk_a_stop_ends_the_job_and_is_journalled_if_there_is_room_again(rig: Any) -> None:
-    async def scenario() -> None:
-        async with stalled(rig, BadFile.full.set) as (running, one):
-            running.job.lasts = True
-            await rig.override(running, "stop")
-            one.beat(attempt=1)
-            await rig.until(lambda: sum(isinstance(event, Progressed) for event in running.job.seen) == 2)
-            BadFile.full.clear()
-            one.beat(attempt=1)
-            await rig.until(lambda: not running.loop.stall)
-        assert [what for what, _ in told(rig)] == ["stop", "step", "step", "step"]
-        assert told(rig)[0] == ("stop", True)
-
-    rig.go(scenario())
-
-
 def test_where_the_file_system_hangs_a_stop_acts_and_a_pause_comes_first_when_it_answers(rig: Any) -> None:
     async def scenario() -> None:
         async with stalled(rig, BadFile.works.clear) as (running, one):
@@ -129,6 +103,7 @@ def test_where_the_file_system_hangs_a_stop_acts_and_a_pause_comes_first_when_it
             BadFile.works.set()
             await rig.until(lambda: sum(isinstance(event, Progressed) for event in running.job.seen) == 2)
             assert [what for what, _ in told(rig)] == ["step", "pause", "step"]
+            assert rig.journalled(JournalStalled)[0].seconds >= 2.0
             BadFile.works.clear()
             one.beat(attempt=1)
             await rig.until(lambda: running.loop.stall)

@@ -115,11 +115,6 @@ def test_a_key_that_cannot_be_used(content: str | None, problem: str, question: 
         asyncio.run(asked_at("http://127.0.0.1:9/v1", question, str(path)))
 
 
-def test_nobody_listens(question: llm.Question) -> None:
-    with pytest.raises(ModelUnavailable, match="cannot be asked"):
-        asyncio.run(asked_at("http://127.0.0.1:9/v1", question))
-
-
 def test_a_server_without_a_certificate_is_not_believed(serving: Any, misdeeds: Any, question: llm.Question) -> None:
     async def scenario() -> None:
         async with serving(misdeeds["lies"]) as asked:

@@ -65,18 +65,6 @@ def test_any_model_gives_the_form_and_what_is_in_it_is_grounded(
         assert answer["rule"]["text"] in seen.lines[answer["rule"]["line"] - 1].text
 
 
-@pytest.mark.parametrize("after", [0, 5, 40, 90, 300])
-def test_in_a_hurry_it_ends_soon(question: llm.Question, seen: llm.ShownEvidence, after: int) -> None:
-    text = written(question, random.Random(after), hurry_after=after)
-    assert not llm.ground(text, seen).problem
-    assert len(json.loads(text)["why"]) <= after * max(map(len, TOKENS))
-
-
-def test_nobody_to_be_named(question: llm.Question) -> None:
-    alone = msgspec.structs.replace(question, culprits=())
-    assert json.loads(written(alone, random.Random(1)))["culprits"] == []
-
-
 def test_a_vocabulary_that_cannot_write_the_form(question: llm.Question) -> None:
     form = local_model.AnswerForm(local_model.answer_form(request(question), 3), {"a": [1], "[": [2]})
     with pytest.raises(local_model.CannotAnswer, match="vocabulary"):

@@ -12,9 +12,8 @@ from diagnosis.incident import ProposedRule
 from diagnosis.taxonomy import FailureClass
 from supervisor import config
 from supervisor.cli import job_commands
-from supervisor.config import read_toml
 from supervisor.controller.client import ControllerClient
-from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, UnbrokenError
+from supervisor.errors import ConfigError, ControllerUnreachable, UnbrokenError
 from supervisor.messages import OperatorCommand
 from supervisor.opinion import pending
 
@@ -52,15 +51,6 @@ def test_from_proposed_to_approved(tmp_path: Path) -> None:
 
     assert "forgotten" in pending.reject(tmp_path, "rule-i-2")
     assert not (tmp_path / pending.NAME).exists()
-
-
-def test_what_an_operator_wrote_stays(tmp_path: Path) -> None:
-    own = '# mine\n[[rule]]\nid = "ours"\nclass = "disk_full"\nregex = "quota reached"\nliterals = ["quota reached"]'
-    (tmp_path / "rules.toml").write_text(own)
-    pending.add(tmp_path, proposed())
-    pending.approve(tmp_path, "rule-i-1", "me\n[[rule]]", "today")
-    assert (tmp_path / "rules.toml").read_text().startswith(own + "\n")
-    assert [one["id"] for one in read_toml(tmp_path / "rules.toml")["rule"]] == ["ours", "rule-i-1"]
 
 
 def test_what_an_operator_spoilt_is_not_approved(tmp_path: Path) -> None:
@@ -104,28 +94,6 @@ def test_a_regex_that_takes_for_ever_is_not_approved(
     assert not (tmp_path / pending.APPROVED).exists()
 
 
-@pytest.mark.parametrize("regex", ["flux (error", "flux{1,99999999999}"])
-def test_a_regex_that_is_none_is_told(tmp_path: Path, regex: str) -> None:
-    edited(tmp_path, f'regex = "{regex}"', 'samples = ["flux (error"]')
-    with pytest.raises(UnbrokenError):
-        decide(tmp_path)
-    assert not (tmp_path / pending.APPROVED).exists()
-
-
-def test_what_toml_has_and_a_rule_has_not_is_told(tmp_path: Path) -> None:
-    for line in ("when = 2026-01-01", "[rule.more]\na = 1", '"a b" = 1'):
-        edited(tmp_path, 'regex = "flux"', line)
-        with pytest.raises(UnbrokenError, match=r"rule\.rule-i-1"):
-            decide(tmp_path, "reject")
-
-
-def test_characters_that_toml_forbids_leave_the_rules_readable(tmp_path: Path) -> None:
-    edited(tmp_path, 'regex = "flux"', r'samples = ["flux \u007F \u001B[31m \u0085 \U0001F600 \\ \""]')
-    before = read_toml(tmp_path / pending.NAME)
-    decide(tmp_path)
-    assert read_toml(tmp_path / pending.APPROVED) == before
-
-
 # ----- the command -----
 
 
@@ -139,28 +107,6 @@ def given(command: str, name: str = "rule-i-1") -> OperatorCommand:
 
 def decide(job_dir: Path | None, command: str = "approve", name: str = "rule-i-1", **more: bool) -> dict[str, object]:
     return job_commands.decide_rule(given(command, name), job_dir, no_controller, **more)
-
-
-def test_without_a_controller_the_file_is_enough(tmp_path: Path) -> None:
-    pending.add(tmp_path, proposed())
-    answer = decide(tmp_path, dry_run=True)
-    assert str(answer["would"]).startswith("would put rule-i-1 into")
-    assert pending.names(tmp_path) == ["rule-i-1"]
-    assert decide(tmp_path)["ok"] is True
-    assert pending.names(tmp_path) == []
-
-
-def test_what_a_controller_refuses_is_not_done(tmp_path: Path) -> None:
-    class Refusing(ControllerClient):
-        def command(self, command: OperatorCommand, *, dry_run: bool = False) -> dict[str, object]:
-            assert (command, dry_run) == (given("approve"), False)
-            raise CommandDenied(401, "no token")
-
-    pending.add(tmp_path, proposed())
-    with pytest.raises(UnbrokenError, match="no token") as caught:
-        job_commands.decide_rule(given("approve"), tmp_path, lambda: Refusing("x", "y"))
-    assert caught.value.exit_code == 77
-    assert pending.names(tmp_path) == ["rule-i-1"]
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,12 +13,11 @@ import pytest
 from diagnosis.incident import Incident, Opinion
 from diagnosis.llm import Question
 from diagnosis.taxonomy import FailureClass
-from supervisor.config import OpinionSettings
 from supervisor.errors import ModelUnavailable
 from supervisor.messages import OpinionWanted
 from supervisor.opinion import pending, queue
-from supervisor.opinion.client import Endpoint, LocalModel, ModelAnswer
-from supervisor.opinion.queue import AskedIncident, OpinionQueue, backend_of
+from supervisor.opinion.client import ModelAnswer
+from supervisor.opinion.queue import AskedIncident, OpinionQueue
 
 
 class Patient:
@@ -112,39 +110,6 @@ def test_so_many_in_an_hour(tmp_path: Path, incident: Incident, monkeypatch: pyt
     asyncio.run(scenario())
 
 
-def test_an_incident_that_is_not_and_a_model_that_is_not(tmp_path: Path, incident: Incident) -> None:
-    async def scenario() -> None:
-        asking = Asking(tmp_path, incident, "")
-        assert "no incident i-404" in asking.queue.want("i-404")
-        nobody = OpinionQueue(None, tmp_path, asking.find, lambda *_: None)
-        assert "opinion.backend" in nobody.want("i-1")
-
-    asyncio.run(scenario())
-
-
-def test_a_defect_costs_an_opinion_and_nothing_else(tmp_path: Path, incident: Incident) -> None:
-    async def scenario() -> None:
-        asking = Asking(tmp_path, incident, "bug")
-        asking.backend.go.set()
-        for name in ("i-1", "i-2"):
-            asking.queue.want(name)
-        await until(lambda: len(asking.told) == 2)
-        assert asking.told[0][1].problem == "a fault of ours: ZeroDivisionError"
-
-    asyncio.run(scenario())
-
-
-def test_what_is_under_way_ends_with_it(tmp_path: Path, incident: Incident) -> None:
-    async def scenario() -> None:
-        asking = Asking(tmp_path, incident, "")
-        asking.queue.want("i-1")
-        await until(lambda: asking.backend.asked)
-        await asking.queue.close()
-        assert asking.told == []
-
-    asyncio.run(scenario())
-
-
 def test_a_closed_incident_is_read_from_where_agents_kept_its_evidence(tmp_path: Path, incident: Incident) -> None:
     folder = tmp_path / "attempts" / "1" / "n1"
     folder.mkdir(parents=True)
@@ -178,12 +143,3 @@ def test_a_job_folder_that_cannot_be_written_keeps_no_rule(
         assert (tmp_path / pending.NAME).read_text() == "this is not TOML ["
 
     asyncio.run(scenario())
-
-
-def test_whom_the_settings_name() -> None:
-    def of(**values: Any) -> object:
-        return backend_of(OpinionSettings(**values), "python")
-
-    assert of() is None
-    assert isinstance(of(backend="transformers", model="m"), LocalModel)
-    assert isinstance(of(backend="endpoint", model="m", url="https://x/v1"), Endpoint)

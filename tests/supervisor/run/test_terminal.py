@@ -161,6 +161,14 @@ def test_a_line_wakes_the_loop_at_once(screen: Screen) -> None:
     assert not poll.poll(0)
 
 
+def test_who_spoke_first_is_shown_first(screen: Screen) -> None:
+    screen.attempt(1, ranks=3)
+    screen.terminal.pump(0.0)
+    for rank in (2, 0, 1, 2):
+        screen.write(f"rank {rank}\n", rank=rank)
+    assert screen.shown(now=0.1) == "rank 2\nrank 2\nrank 0\nrank 1\n"
+
+
 def test_what_was_not_told_as_changed_is_found_in_time(screen: Screen) -> None:
     screen.attempt(1)
     screen.terminal.pump(0.0)
