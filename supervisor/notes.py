@@ -216,7 +216,7 @@ KINDS: Final[dict[str, Kind]] = {
     "requeue_not_cancelled": _kind("{scheduler} does not cancel the job: {why}; cancel it there, or it starts again"),
 }
 
-_TOLD: Final = frozenset().union(*(kind.tells | kind.repeats for kind in KINDS.values()))
+_REPORTED: Final = frozenset().union(*(kind.tells | kind.repeats for kind in KINDS.values()))
 _GROUP = re.compile(r"\[(?:(!?)(\w+)\?)?([^\[\]]*)\]")
 _FIELD = re.compile(r"\{(\w+)")
 
@@ -273,7 +273,7 @@ def tells(note: Note, event: str) -> bool:
     A note of a journal from before there were kinds stands for its event wherever notes of today do.
     """
     if not note.kind:
-        return event in _TOLD
+        return event in _REPORTED
     kind = KINDS.get(note.kind)
     return kind is not None and event in kind.tells
 

@@ -169,8 +169,6 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
         notes = [one for one in step.decided.actions if isinstance(one, m.Note)] if step.decided is not None else []
         judged = step.decided is not None and row["kind"] in _JUDGED
         row["detail"] = detail or judged or any(tells(note, str(row["kind"])) for note in notes)
-        if notes and _is_event_again(notes[0], step.event):
-            del notes[0]
         for note in notes:
             if not repeats(note, str(row["kind"])):
                 text = text_of(note, behind_id=True)
@@ -191,15 +189,6 @@ def timeline_rows(history: History) -> list[dict[str, Any]]:
 
 _JUDGED = frozenset({"hang_suspected", "hang_confirmed", "silence_seen"})
 """Events that the job tells of in notes of its own, or leaves alone: their own line is a detail once it has decided."""
-
-
-def _is_event_again(first: m.Note, event: m.AnyEvent) -> bool:
-    """Whether the first note on an event only repeats it, in a journal from before notes had kinds."""
-    if first.kind or first.refused:
-        return False
-    if isinstance(event, m.NodeJoined):
-        return first.text.startswith(f"{event.node} ({event.host}) ")
-    return isinstance(event, m.OperatorCommand)
 
 
 def tell(event: m.AnyEvent) -> tuple[str, bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 
 from supervisor import messages as m
 from supervisor.controller.heartbeats import Newest
-from supervisor.controller.journal import Decided, Entry, open_journal, read_history
-from supervisor.controller.report import live_view, timeline_rows
+from supervisor.controller.report import live_view
 
 
 @pytest.fixture
@@ -50,15 +48,3 @@ def test_a_job_whose_ranks_are_dead_is_not_running_while_its_journal_is_full(sho
     assert full["state"] == "DIAGNOSING"
     assert "No space left" in full["waiting"]
     assert shown(Newest(1, 51, 0.0, None), "No space left on device")["state"] == "RUNNING"
-
-
-def test_a_journal_from_before_kinds_shows_each_event_once(tmp_path: Path) -> None:
-    journal, _ = open_journal(tmp_path)
-    joined = m.NodeJoined(at=1.0, node="a", host="h", address="10.0.0.1")
-    cordon = m.OperatorCommand(at=2.0, command="cordon", argument="b")
-    for event, texts in ((joined, ["a (h) joined"]), (cordon, ["order: cordon b", "b is not one of the nodes"])):
-        seq = journal.write([Entry("event", event.at, m.encode(event))])
-        decided = Decided(of=seq, actions=tuple(m.Note(text=text) for text in texts))
-        journal.write([Entry("decided", event.at, m.encode(decided))])
-    notes = [row["text"] for row in timeline_rows(read_history(tmp_path)) if row["kind"] == "note"]
-    assert notes == ["b is not one of the nodes"]
