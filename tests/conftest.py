@@ -137,6 +137,14 @@ def until(condition: Callable[[], Any], within_s: float, what: str | Callable[[]
     return value
 
 
+def runs(pid: int) -> bool:
+    """Whether a process lives; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 JOBS: pytest.StashKey[list[Any]] = pytest.StashKey()
 
 

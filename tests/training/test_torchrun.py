@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import until
+
 pytestmark = pytest.mark.e2e
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 DDP = """
@@ -136,11 +138,12 @@ def test_killed_rank_to_both_new_workers(agent: Any, script: Callable[..., Path]
 
 def until_all(keeper: Any, attempt: int, word: str, ranks: int = 2) -> None:
     """Wait until every rank of the attempt has written a whole line with `word`."""
-    deadline = time.monotonic() + 60
     paths = [keeper.attempt_dir(attempt) / f"rank{rank}.out" for rank in range(ranks)]
-    while not all(path.exists() and word in path.read_text().rpartition("\n")[0] for path in paths):
-        assert time.monotonic() < deadline, [path.exists() and path.read_text() for path in paths]
-        time.sleep(0.005)
+
+    def written() -> bool:
+        return all(path.exists() and word in path.read_text().rpartition("\n")[0] for path in paths)
+
+    until(written, 60, lambda: str([path.exists() and path.read_text() for path in paths]))
 
 
 def test_launcher_killed_leaves_nothing(

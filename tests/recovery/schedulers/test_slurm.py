@@ -12,6 +12,7 @@ import pytest
 
 from recovery.schedulers import Slurm
 from recovery.scheduling import Answer
+from tests.conftest import runs, until
 from tests.tables import table
 
 CASES = table(__file__)
@@ -49,11 +50,8 @@ def test_a_command_that_hangs_is_killed_with_its_children(program: Program, slur
     answer = drain(Slurm(slurm._environment, command_s=2.0))
     assert (answer.outcome, answer.text) == ("unavailable", "sinfo gave no answer within 2 s")
     assert time.monotonic() - began < 30
-    child = (tmp_path / "child").read_text().strip()
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{child}").exists() and "\nState:\tZ" not in Path(f"/proc/{child}/status").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    child = int((tmp_path / "child").read_text())
+    until(lambda: not runs(child), 60, "the end of the child")
 
 
 def test_endless_output_is_cut(program: Program, slurm: Slurm) -> None:
@@ -178,10 +176,8 @@ def test_what_follows_a_requeue_is_done_though_we_are_stopped(program: Program, 
         asking.cancel()
 
     asyncio.run(give_up())
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "update").exists() or not (tmp_path / "update").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    update = tmp_path / "update"
+    until(lambda: update.exists() and update.read_text(), 60, "the update")
     assert "ExcNodeList=node7,n1" in (tmp_path / "update").read_text()
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from supervisor.agent import checkpoints
 from supervisor.agent.checkpoints import CheckpointMonitor
+from tests.conftest import until
 
 torch = pytest.importorskip("torch")
 
@@ -46,37 +47,34 @@ def test_without_a_thread_there_is_a_problem_and_another_try(tmp_path, monkeypat
     monitor.update({})
     assert monitor.problem == ""
     (tmp_path / "model.pt").write_bytes(b"")
-    until = time.monotonic() + 60
-    while monitor._scans == 0:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: monitor._scans, 60, "a scan")
 
 
 def test_a_rank_that_writes_much_ends_a_long_pause(tmp_path, monkeypatch):
     for name, seconds in {"START_S": 0.0, "LIVELY_S": -1.0, "REST_EVERY_S": 600.0, "IDLE_EVERY_S": 0.0}.items():
         monkeypatch.setattr(checkpoints, name, seconds)
     monitor = a_probe(tmp_path, given=[str(tmp_path)])
-    until = time.monotonic() + 60
-    while monitor._scans == 0 or monitor._early_scan_at > time.monotonic():
+
+    def rests() -> bool:
         monitor.update({1: 0})
-        assert time.monotonic() < until
-        time.sleep(0.01)
+        return monitor._scans > 0 and monitor._early_scan_at <= time.monotonic()
+
+    until(rests, 60, "a rest")
     monitor.update({1: checkpoints.WROTE_BYTES})
     assert not monitor._scan_requested.is_set()
     save(tmp_path / "step_20.pt", 20)
-    while [os.path.basename(one.path) for one in monitor.checkpoints] != ["step_20.pt"]:
+
+    def names() -> list[str]:
         monitor.update({1: 10**6})
-        assert time.monotonic() < until
-        time.sleep(0.01)
+        return [os.path.basename(one.path) for one in monitor.checkpoints]
+
+    until(lambda: names() == ["step_20.pt"], 60, "the checkpoint")
 
 
 def looked(monitor: CheckpointMonitor) -> list[str]:
     """The names of the checkpoints that a whole look finds."""
     asyncio.run(monitor.scan_now())
-    until = time.monotonic() + 60
-    while monitor._waiters:  # it waits for two seconds at most: a busy machine needs longer
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not monitor._waiters, 60, "the scan: a busy machine needs longer than two seconds")
     monitor._take_over()
     return [os.path.basename(found.path) for found in monitor.checkpoints if not found.copy_of]
 
@@ -182,11 +180,7 @@ def test_a_file_that_a_rank_has_open_is_its_own(tmp_path: Path) -> None:
     ) as rank:
         rank.stdout.readline()
         monitor = a_probe(tmp_path)
-        until = time.monotonic() + 60
-        while not monitor.learned:
-            monitor.update({rank.pid: 10**6})
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: monitor.update({rank.pid: 10**6}) or monitor.learned, 60, "a folder")
         rank.communicate(b"\n")
     assert monitor.learned == (out,)
     assert looked(monitor) == ["ckpt_40.pt"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from supervisor.agent.procfs import blocked, can_be_woken, interpreter_data, thread_waits_for_ever, waiting
+from tests.conftest import until
 from tests.tables import read
 
 PREAMBLE = """
@@ -68,10 +69,7 @@ def test_a_deadlock_is_seen_and_stays(process: Callable[[str], int], name: str) 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_wait_is_none(process: Callable[[str], int], name: str) -> None:
     pid = process(HONEST[name])
-    deadline = time.monotonic() + 60
-    while blocked(pid) is not None:  # threads are being started
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: blocked(pid) is None, 60, "its threads: they are being started")
     for _ in range(40):
         assert blocked(pid) is None
         time.sleep(0.01)
@@ -80,10 +78,7 @@ def test_an_honest_wait_is_none(process: Callable[[str], int], name: str) -> Non
 def test_the_beacons_own_thread_does_not_count(process: Callable[[str], int]) -> None:
     pid = process("a = threading.Lock(); a.acquire(); t = thread(lambda: time.sleep(1000))\na.acquire()")
     ours = max(int(one) for one in os.listdir(f"/proc/{pid}/task"))
-    deadline = time.monotonic() + 60
-    while blocked(pid, spared=ours) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: blocked(pid, spared=ours), 60, "the deadlock")
     assert blocked(pid) is None
 
 

@@ -17,6 +17,7 @@ from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health.contract import Site
 from supervisor.node_health.kernel_log import DEVICE, KernelLog, KmsgRecords
 from supervisor.node_health.state import CheckStates
+from tests.conftest import runs, until
 
 XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=77, name=python, GPU has fallen off the bus."
 
@@ -174,18 +175,7 @@ def test_the_journals_reader_ends_with_us(tmp_path):
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         reader = int(parent.stdout.readline().rsplit(" ", 1)[1])
         parent.kill()
-    until = time.monotonic() + 60
-    while _runs(reader):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def _runs(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(") ", 1)[1][0] not in "ZX"
-    except OSError:
-        return False
+    until(lambda: not runs(reader), 60, "the end of the reader")
 
 
 # ----- findings -----

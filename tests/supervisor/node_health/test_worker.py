@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import IO, TypeVar
 
@@ -24,6 +23,7 @@ from supervisor.node_health.protocol import (
     WorkerReady,
     decode_worker_message,
 )
+from tests.conftest import runs, until
 
 PlugIn = Callable[[str], dict[str, str]]
 W = TypeVar("W", bound=msgspec.Struct)
@@ -240,18 +240,7 @@ class GilProbe:
         assert b'"hello"' in words.readline()
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    deadline = time.monotonic() + 60
-    while _runs(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    until(lambda: not runs(child), 60, "the end of the child")
 
 
 def test_wrong_calls_end_with_2() -> None:
