@@ -7,13 +7,15 @@ seconds where lines carry a date, else None: then only the order of lines is kno
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from diagnosis.kernel.log import KernelEvent
-from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Finding, Frozen, NodeEvidence, RankStack
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
-from diagnosis.tracebacks import Traceback
+
+if TYPE_CHECKING:  # every process of ours loads this module, and few of them read lines; nothing here is decoded
+    from diagnosis.kernel.log import KernelEvent
+    from diagnosis.rules import RuleMatch
+    from diagnosis.tracebacks import Traceback
 
 LogKind = Literal["output", "kernel", "scheduler", "mixed"]
 
