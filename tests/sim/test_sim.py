@@ -34,12 +34,12 @@ def _ends(world: Any, seed: int, **how: Any) -> None:
     w.check_replay()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_it_runs_again_when_faults_stop(world: Any, seed: int) -> None:
     _recovers(world, seed)
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
+@pytest.mark.parametrize("seed", range(100, 104))
 def test_it_ends_whatever_the_diagnosis_says(world: Any, seed: int) -> None:
     _ends(world, seed)
 
@@ -56,7 +56,7 @@ def test_the_breaker_is_reached_and_holds(world: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1100))
+@pytest.mark.parametrize("seed", range(1000, 1050))
 def test_many_seeds(world: Any, seed: int) -> None:
     nodes, spares = 2 + seed % 5, seed % 3
     _recovers(world, seed, nodes=nodes, spares=spares, nodes_min=max(2, nodes - seed % 2))
@@ -86,7 +86,7 @@ def _meddled(world: Any, seed: int, **how: Any) -> Any:
     return w
 
 
-@pytest.mark.parametrize("seed", range(200, 208))
+@pytest.mark.parametrize("seed", range(200, 205))
 def test_operators_win_whatever_happens(world: Any, seed: int) -> None:
     _meddled(world, seed)
 
@@ -99,6 +99,6 @@ def test_the_simulation_gives_orders_and_starts_jobs_again(world: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2000, 2200))
+@pytest.mark.parametrize("seed", range(2000, 2100))
 def test_operators_win_in_many_seeds(world: Any, seed: int) -> None:
     _meddled(world, seed, nodes=2 + seed % 4, spares=seed % 3)

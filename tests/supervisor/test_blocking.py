@@ -33,6 +33,11 @@ def test_a_call_that_hangs_is_begun_once_and_again_when_it_has_returned():
     asyncio.run(story())
 
 
+def test_an_exception_of_the_call_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(BlockingCalls("x").run(lambda: 1 // 0, 1.0))
+
+
 def test_without_a_thread_there_is_a_timeout_at_once(monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import resource
+import threading
 import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from supervisor.controller.journal import steps
 from supervisor.controller.loop import Clock, KnownNodes
+from supervisor.errors import CommandDenied, ControllerSilent
 from supervisor.messages import (
     JobSpec,
+    JournalStalled,
     LauncherEnded,
     NodeLost,
     OperatorCommand,
@@ -99,3 +109,132 @@ def test_a_spare_need_not_say_how_many_spares_there_are() -> None:
     assert not known.is_new(JobSpec(name="other"), spare=True)
     assert known.is_new(JobSpec(name="other", nodes_max=3), spare=True)
     assert known.is_new(JobSpec(name="other"))
+
+
+# ----- `stop` and `pause` while the journal cannot be written -----
+
+
+class BadFile:
+    """A journal on a file system that is full while `full` is set, and does not answer while `works` is not."""
+
+    full = threading.Event()
+    works = threading.Event()
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+
+    def write(self, data: bytes) -> None:
+        if self.full.is_set():
+            self._file.write(data[:10])
+            raise OSError(28, "No space left on device")
+        self._file.write(data)
+
+    def sync(self) -> None:
+        self.works.wait(60)
+
+    def truncate(self, size: int) -> None:
+        self._file.truncate(size)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.fixture(autouse=True)
+def good_disk() -> Any:
+    BadFile.full.clear()
+    BadFile.works.set()
+    yield
+    BadFile.full.clear()
+    BadFile.works.set()
+
+
+def told(rig: Any) -> list[tuple[str, bool]]:
+    """The journal's orders and steps in order, and whether it says what was decided on them."""
+    found = [one for one in steps(rig.history().records) if isinstance(one.event, OperatorCommand | Progressed)]
+    return [
+        (one.event.command if isinstance(one.event, OperatorCommand) else "step", one.decided is not None)
+        for one in found
+    ]
+
+
+@contextlib.asynccontextmanager
+async def stalled(rig: Any, spoil: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
+    """A controller whose journal has just stopped taking anything, a step of its agent waiting; and the agent."""
+    async with rig.controller(BadFile) as running, rig.agent(running.address) as one:
+        await rig.until(lambda: one.newest)
+        spoil()
+        one.beat(attempt=1)
+        await rig.until(lambda: running.loop.stall)
+        yield running, one
+
+
+def test_on_a_full_disk_a_pause_acts_at_once_and_is_journalled_before_what_waited(rig: Any) -> None:
+    async def scenario() -> None:
+        async with stalled(rig, BadFile.full.set) as (running, _):
+            with pytest.raises(CommandDenied, match="nothing is done but `stop` and `pause`"):
+                await rig.override(running, "restart")
+            with pytest.raises(CommandDenied, match="status 503"):
+                await rig.ask(running.address, lambda client: client.get("/healthz"))
+            await rig.override(running, "pause")
+            [order] = [event for event in running.job.seen if isinstance(event, OperatorCommand)]
+            assert (order.command, "No space left" in order.unrecorded) == ("pause", True)
+            assert not any(isinstance(event, Progressed) for event in running.job.seen), "all else waits"
+            BadFile.full.clear()
+            await rig.until(lambda: any(isinstance(event, Progressed) for event in running.job.seen))
+            assert not running.loop.stall
+            assert (await rig.override(running, "restart"))["notes"] == ["restarted"]
+            seen = list(running.job.seen)
+        assert [what for what, _ in told(rig)] == ["pause", "step", "restart"]
+        async with rig.controller() as again:
+            assert again.job.seen[: len(seen)] == seen
+
+    rig.go(scenario())
+
+
+def test_where_the_file_system_hangs_a_stop_acts_and_a_pause_comes_first_when_it_answers(rig: Any) -> None:
+    async def scenario() -> None:
+        async with stalled(rig, BadFile.works.clear) as (running, one):
+            with pytest.raises(ControllerSilent, match="not recorded yet"):
+                await rig.override(running, "pause")
+            one.beat(attempt=1)
+            BadFile.works.set()
+            await rig.until(lambda: sum(isinstance(event, Progressed) for event in running.job.seen) == 2)
+            assert [what for what, _ in told(rig)] == ["step", "pause", "step"]
+            assert rig.journalled(JournalStalled)[0].seconds >= 2.0
+            BadFile.works.clear()
+            one.beat(attempt=1)
+            await rig.until(lambda: running.loop.stall)
+            await rig.override(running, "stop")
+            outcome = await running.task
+            assert outcome.state == "stopped"
+            BadFile.works.set()
+
+    rig.go(scenario())
+
+
+def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
+    async def scenario() -> None:
+        (rig.job_dir / "token").write_text("secret\n")
+        (rig.job_dir / "token").chmod(0o600)
+        process = rig.start()
+        client = process.client()
+        async with rig.agent(process.address) as one:
+            await rig.until(lambda: one.newest)
+            size = max(path.stat().st_size for path in rig.job_dir.glob("journal.*.jsonl"))
+            resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+            answer = await asyncio.to_thread(client.command, OperatorCommand(at=0.0, command="pause", by="ann"))
+            assert answer["ok"]
+            status = await asyncio.to_thread(client.get, "/v1/status")
+            assert (status["paused"], status["pause"]["by"]) == (
+                True,
+                "holder of the token at 127.0.0.1, says ann",
+            )
+            assert "File too large" in status["controller"]["journal"]
+            await asyncio.to_thread(client.command, OperatorCommand(at=0.0, command="stop", by="ann"))
+            await rig.until(lambda: one.newest.outcome)
+            assert one.newest.outcome.state == "stopped"
+            assert any("done, but the journal cannot be written now" in text for _, text in one.newest.notices)
+            one.beat(done=True)
+            assert await asyncio.to_thread(process.exit_code) == 0
+
+    rig.go(scenario())

@@ -8,9 +8,11 @@ import json
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
+from diagnosis.signals import NodeEvidence, RankOutput
 from supervisor.cli import diagnose
 from supervisor.cli.main import main
 from supervisor.diagnose import log_files as diagnose_files
@@ -144,3 +146,75 @@ def test_secrets_are_not_told(run, tmp_path):
         assert "login with token=[secret] failed" in told
         assert "hf_abc" not in told
         assert "supersecret" not in told
+
+
+# ----- `unbroken diagnose --digest` -----
+
+
+def test_a_digest_of_a_job_folder_tells_what_is_new_since_the_attempt_before(run, tmp_path):
+    for number, word in ((1, "port 1 is down"), (2, "shard 7 is missing")):
+        folder = tmp_path / "attempts" / str(number) / "n1"
+        folder.mkdir(parents=True)
+        tail = (*HEALTHY.splitlines()[:30], f"{word} again", word)
+        evidence = NodeEvidence(node="n1", attempt=number, outputs=(RankOutput(rank=0, tail=tail),))
+        (folder / "evidence-0.json").write_bytes(msgspec.json.encode(evidence))
+
+    text = run(tmp_path, "--digest")
+
+    new = text.partition("== new since attempt 1\n")[2].partition("\n==")[0]
+    assert [line.rpartition(" ")[2] for line in new.splitlines()] == ["again", "missing"]
+
+
+def test_a_digest_beside_a_healthy_attempt(run, tmp_path, traceback):
+    for name, more in (("well", ""), ("ill", "link 7 retrained\n" + traceback())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank3.log").write_text(HEALTHY + more)
+    text = run(tmp_path / "ill", "--digest", "--healthy", str(tmp_path / "well"))
+    new = text.partition("== new since the healthy attempt\n")[2].partition("\n==")[0]
+    assert "link 7 retrained" in new
+    assert "grad_norm" not in new
+    result = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--healthy", str(tmp_path)])
+    assert (result.exit_code, "--healthy goes with --digest" in result.stderr) == (2, True)
+
+
+# ----- `unbroken diagnose` of flight recorder dumps -----
+
+
+def test_no_name_forges_a_line(run, tmp_path):
+    forged = "x\n\x1b]0;title\x07none (99%): all is well\r\u2028\u202e"
+    for rank in (0, 1):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_text(
+            json.dumps(
+                {
+                    "version": "2.5",
+                    "pg_config": {"0": {"name": "0", "desc": forged, "ranks": "[0, 1]"}},
+                    "entries": [
+                        {
+                            "pg_id": 0,
+                            "process_group": ["0", forged],
+                            "collective_seq_id": 5 + rank,
+                            "profiling_name": f"nccl:all_reduce{forged}",
+                            "input_sizes": [[8]],
+                            "output_sizes": [[8]],
+                            "state": "scheduled",
+                            "frames": [{"name": forged, "filename": forged, "line": 3}],
+                        }
+                    ],
+                }
+            )
+        )
+    (tmp_path / "new\nnone (99%): all is well\n.log").write_text("RuntimeError: CUDA out of memory. Tried to\n")
+    told = run(tmp_path)
+    assert "all is well" in told
+    assert not any(line.startswith("none") for line in told.splitlines())
+    assert not set(told) & set("\x1b\x07\r\u2028\u202e")
+
+
+def test_dumps_without_a_wait_and_a_damaged_one(answer, tmp_path, dump):
+    for rank in range(2):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(msgspec.json.encode(dump(rank, waits=False)))
+    (tmp_path / "nccl_trace_rank_2").write_bytes(b"\x80\x02}q\x00cposix\nsystem\n")
+    value = answer(tmp_path)
+    assert value["flight_recorder"]["kind"] is None
+    assert len(value["problems"]) == 1
+    assert "nccl_trace_rank_2" in value["problems"][0]
