@@ -32,9 +32,9 @@ PROSE: Final = frozenset({"why", "what", "text", "reason", "how"})
 class Kind(NamedTuple):
     template: str
     tells: frozenset[str] = frozenset()
-    """Events (by their tag) of which a note of this kind tells everything: their own line is a detail then."""
+    """Tags of events that a note of this kind tells completely: the event's own line is a detail then."""
     repeats: frozenset[str] = frozenset()
-    """Events whose own line says all that this note says: the note is not shown in the timeline."""
+    """Tags of events whose own line says all that this note says: the timeline leaves the note out."""
 
 
 def _kind(template: str, tells: Iterable[str] = (), repeats: Iterable[str] = ()) -> Kind:
@@ -238,7 +238,7 @@ def note(
 
 
 def text_of(note: Note, behind_id: bool = False) -> str:
-    """The note in words; never raises. `behind_id`: it is shown behind its incident's id, and does not repeat that.
+    """The note in words; never raises. `behind_id`: it is printed after its incident's id, and does not repeat the id.
 
     A note of a journal from before there were kinds has its text.
     """
@@ -289,7 +289,7 @@ def _facts(note: Note) -> dict[str, NoteValue]:
 
 
 class _Formatter(string.Formatter):
-    """An argument that is missing, or not of the kind that a format wants, is shown as it is."""
+    """An argument of the wrong type for its format is shown as it is; a missing one as nothing."""
 
     def get_value(self, key: int | str, args: Any, kwargs: Mapping[str, Any]) -> Any:  # noqa: ARG002
         value = kwargs.get(str(key))

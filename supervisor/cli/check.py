@@ -41,7 +41,7 @@ class SlurmForm(NamedTuple):
 
 
 NODE_SCOPES: Final = ("gpu", "node", "fabric")
-"""What speaks of the node; not of a rank, a job, or storage that others use too."""
+"""Checks of the node itself: not of a rank, a job, or storage that others use too."""
 FORMS: Final = {
     "prolog": SlurmForm(True, (), 20.0),
     "epilog": SlurmForm(
@@ -144,7 +144,7 @@ def check(
     except Exception as error:
         if form is None and (isinstance(error, BrokenPipeError) or not isinstance(error, OSError)):
             raise
-        # Whatever is wrong with us: a node is never drained for it, and it is no warning of the node's.
+        # A fault of ours never drains a node, and is no warning about it.
         with contextlib.suppress(OSError):
             warn(f"the check failed: {error!r:.300}")
         os._exit(
@@ -157,7 +157,7 @@ def check(
 
 
 def _rights(site_file: str) -> int:
-    """Say whether this user may drain nodes, and whether root's programs are asked otherwise."""
+    """Say whether this user may drain nodes; if not, whether jobs leave requests for root's programs."""
     from supervisor.cli.drain_requests import rights
     from supervisor.config import load_site_or_default
 
@@ -167,7 +167,7 @@ def _rights(site_file: str) -> int:
 
 
 def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> SiteFile:
-    """The site file, of a captured tree its own; one that cannot be used ends the program, or is left out."""
+    """The site file; of a captured tree, its own. If it cannot be used, the program ends, or goes on without it."""
     from supervisor.node_health.contract import ProbeContext
 
     try:
@@ -334,7 +334,7 @@ def _nothing_seen(why: str, code: int, source: str = "standalone") -> dict[str, 
 
 
 def _end_at_last(after_s: float, form: str | None, as_json: bool) -> threading.Timer:
-    """The end for a call of our own that hangs (a plug-in, a home directory): nothing outlives its deadline."""
+    """End the program after its deadline, even if a call of ours hangs (a plug-in, a home directory)."""
 
     def end() -> NoReturn:
         why = f"the check itself did not end within {after_s:g} s"
@@ -365,7 +365,7 @@ def seconds_of(text: str) -> float:
 
 
 def sockets(local_dir: str) -> list[str]:
-    """The sockets of the agents that we may ask: our own, for root everybody's."""
+    """The sockets of the agents that this user may ask: this user's own, for root those of all users."""
     return list(dict.fromkeys(one for folder in _folders(local_dir) for one in _below(folder)))[:SOCKETS_ASKED]
 
 

@@ -36,7 +36,7 @@ from supervisor.errors import ExitCode, UnbrokenError
 SHOWN_PROBLEMS: Final = 20
 ODD_STEPS: Final = 20
 SUCCEEDED: Final = 0.97
-"""How sure it is that nothing is wrong where the job's own journal says so."""
+"""The confidence of `none` if the job's own journal says that the job succeeded."""
 
 
 def read(stream: IO[bytes], name: str) -> Reading:

@@ -1,6 +1,7 @@
-"""Root's side of requests to drain this node, which jobs of ordinary users have left (`recovery.cordon`).
+"""Carries out requests to drain this node that jobs of ordinary users have left (`recovery.cordon`). It runs as root.
 
-Slurm's Epilog and HealthCheckProgram run it. What a user may have made is opened as what it should be, or not at all.
+Slurm's Epilog and HealthCheckProgram start it. A file that a user may have made is opened only if it is a regular file
+of that user's.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def drain_requests(spool: str, per_hour: int, node_name: str, dry_run: bool) -> 
 
 
 def serve(spool: str, per_hour: int, node: str, *, dry_run: bool) -> None:
-    """Drain this node where a request says so. What is wrong is said on stderr, and never ends in an error."""
+    """Drain this node if a request asks for it. Problems are printed on stderr; the exit code stays 0."""
     import asyncio
 
     node = node or os.environ.get("SLURMD_NODENAME", "") or os.uname().nodename.partition(".")[0]
@@ -113,7 +114,7 @@ async def _jobs(slurm: Slurm, node: str, environment: Mapping[str, str]) -> dict
 
 
 def _request(folder: int, job: str, uid: int, node: str, dry_run: bool) -> DrainRequest | None:
-    """What the job asks for; what is no request is said and removed."""
+    """What the job asks for. A file that is no request is reported and removed."""
 
     name = request_file(job, uid)
     try:
@@ -156,7 +157,7 @@ def _remove(folder: int, name: str) -> None:
 
 
 async def _drain(slurm: Slurm, request: DrainRequest, per_hour: int, dry_run: bool) -> Answer:
-    """Drain the node, if not too many were within the hour; also by others at this moment, who may have been faster."""
+    """Drain the node, unless too many nodes were drained within the hour, also by other nodes at this moment."""
     before = await slurm.drained()
     if isinstance(before, Answer):
         return before

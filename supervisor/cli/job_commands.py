@@ -74,7 +74,7 @@ class JobHandle:
         self.folder: Path | None = None
         self._warned = False
         self.is_guessed = not (job_dir or slurm_job or settings.run.job_dir)
-        """Nobody named it: it is the newest one here."""
+        """Nobody named a job, so this is the newest one here."""
         if self._address and self._token_file and not (job_dir or slurm_job):
             return
         if slurm_job:
@@ -84,7 +84,7 @@ class JobHandle:
 
     @property
     def is_gone_from_its_port(self) -> bool:
-        """What a refused token means: nobody named an address or a token, so another job's controller answers."""
+        """A refused token means that another job's controller has the port now: nobody named an address or a token."""
         return not (self._address or self._token_file)
 
     def client(self) -> ControllerClient:
@@ -173,7 +173,7 @@ def status(job: JobHandle, as_json: bool, exit_code: bool) -> None:
 @click.command()
 @job_options
 def incidents(job: JobHandle, as_json: bool) -> None:
-    """Every incident: what it was, who did it, what was done, how long it took."""
+    """Every incident: verdict, culprit, what was done, and how much time was lost."""
     from supervisor.cli import render
 
     print_answer(_with_pending(job, job.read("/v1/incidents", _incidents_from_journal)), as_json, render.incidents)
@@ -184,7 +184,7 @@ def incidents(job: JobHandle, as_json: bool) -> None:
 @job_options
 @click.option("--ask", is_flag=True, help="Ask the configured language model too, and wait for its answer.")
 def why(job: JobHandle, incident: str, as_json: bool, ask: bool) -> None:
-    """Why INCIDENT (i-1, or `last`) was judged as it was, on what evidence, what was done, and how long it took."""
+    """INCIDENT (i-1, or `last`): the verdict, its evidence, what was done, and how long each phase took."""
     from supervisor.cli import render
 
     found = _incident(job, incident)
@@ -206,7 +206,7 @@ def _incident(job: JobHandle, name: str) -> dict[str, Any]:
 
 
 def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
-    """Without a controller, as after the job's end."""
+    """As `_asked`, where no controller answers (the job has ended): this process asks the model."""
     from diagnosis import llm
     from supervisor.controller.report import fold, plain
     from supervisor.opinion.queue import ask_here
@@ -230,7 +230,7 @@ def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
 
 
 def _training_python(command: Sequence[str]) -> str:
-    """The interpreter that the job's command would run with here. Raises LaunchRefused."""
+    """The Python that would run the job's command here. Raises LaunchRefused."""
     from supervisor.run.prepare import training_python
 
     program = command[0] if command else "python"
@@ -238,7 +238,7 @@ def _training_python(command: Sequence[str]) -> str:
 
 
 def _asked(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
-    """The incident with what the model said, or as it is when nothing came in time."""
+    """The incident with the model's answer, or unchanged if none came in time."""
 
     try:
         job.client().ask_model(incident["id"])
@@ -277,7 +277,7 @@ def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> Non
 @job_options
 @click.option("--every", type=click.FloatRange(0.2), default=0.2, help="Seconds between updates.  [0.2]")
 def watch(job: JobHandle, as_json: bool, every: float) -> None:
-    """The job, live, until it ends (with --json: one status a line, when something changed)."""
+    """The status, live, until the job ends (with --json: one status a line, when something changed)."""
     from supervisor.cli import render
 
     if sys.stdout is None:
@@ -350,7 +350,7 @@ def cordon(job: JobHandle, node: str, **options: Any) -> None:
 @click.argument("node", metavar="NODE[/GPU]")
 @command_options
 def uncordon(job: JobHandle, node: str, **options: Any) -> None:
-    """Use NODE again, or stop leaving it out because of GPU."""
+    """Use NODE again; with NODE/GPU: do not leave it out because of that GPU any more."""
     give(job, "uncordon", node, **options)
 
 
@@ -366,7 +366,7 @@ def mode(job: JobHandle, mode: str, **options: Any) -> None:
 @click.argument("what", metavar="[INCIDENT|RULE]", default="")
 @command_options
 def approve(job: JobHandle, what: str, **options: Any) -> None:
-    """Do what was proposed for INCIDENT (mode recommend), or use RULE that a model proposed."""
+    """Carry out the plan for INCIDENT (mode recommend), or use the RULE that a model proposed."""
     give(job, "approve", what, **options)
 
 
@@ -374,7 +374,7 @@ def approve(job: JobHandle, what: str, **options: Any) -> None:
 @click.argument("what", metavar="[INCIDENT|RULE]", default="")
 @command_options
 def reject(job: JobHandle, what: str, **options: Any) -> None:
-    """Do not do what was proposed for INCIDENT (mode recommend), or forget RULE that a model proposed."""
+    """Do not carry out the plan for INCIDENT (mode recommend), or delete the RULE that a model proposed."""
     give(job, "reject", what, **options)
 
 
@@ -414,7 +414,7 @@ def give(
 
 
 def _send(command: OperatorCommand, job: JobHandle) -> dict[str, Any]:
-    """The controller's answer. Whatever else happens is said with whether anything was done."""
+    """The controller's answer. Every error also says whether anything was done."""
     try:
         return job.client().command(command)
     except ControllerSilent as error:
@@ -441,8 +441,8 @@ def _dry_run(command: OperatorCommand, job: JobHandle) -> dict[str, Any]:
 
 
 def _confirm(command: OperatorCommand, job: JobHandle, *, always: bool) -> None:
-    """Ask before what interrupts a run, or takes a node from the whole cluster. Ends the program when the answer is no,
-    or nobody is there to give one."""
+    """Ask before the command interrupts a run or drains a node. Ends the program when the answer is no,
+    or nobody can be asked."""
     answer = _dry_run(command, job)
     # A controller of another version may not tell what is drained.
     drains = ", ".join(answer.get("drains") or [one["node"] for one in answer["scheduler"] if one["kind"] == "drain"])
@@ -468,7 +468,7 @@ def _operator() -> str:
 
 
 def _ended(job: JobHandle) -> str:
-    """How the job ended, by its journal; empty when it has not, or that cannot be told."""
+    """How the job ended, by its journal; empty if it has not ended, or the journal cannot be read."""
     from supervisor.controller.report import fold
 
     try:

@@ -184,7 +184,7 @@ def controller(arguments: tuple[str, ...]) -> None:
 @main.command("config")
 @click.option("--json", "as_json", is_flag=True)
 def print_config(as_json: bool) -> None:
-    """Every setting, its value, and where that came from."""
+    """Every setting, its value, and where the value comes from."""
     from supervisor.cli import render
 
     loaded = config.load_here()

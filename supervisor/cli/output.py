@@ -21,7 +21,7 @@ def print_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str,
 
 @contextlib.contextmanager
 def writing() -> Iterator[None]:
-    """Raises UnbrokenError where what is written on stdout does not get there."""
+    """Raises UnbrokenError if stdout cannot be written."""
     try:
         yield
     except BrokenPipeError:
@@ -45,5 +45,5 @@ def write_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str,
 
 
 def warn(text: str) -> None:
-    """A line of ours on stderr, beside the answer."""
+    """A line on stderr, beside the answer."""
     click.echo(f"unbroken: {text}", err=True)

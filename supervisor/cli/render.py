@@ -1,6 +1,6 @@
-"""How things look on a terminal. In a pipe the same content comes without colours and boxes.
+"""What commands print. On a terminal with colours and boxes; into a pipe the same content without them.
 
-All text from logs was cleaned where it came in; here it is never taken for markup.
+Text from logs was cleaned when it came in. Nothing in it is read as markup.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ STYLES = {
     "LOST": "red",
 }
 WATCH_SHARE = 9.0
-"""Answers that take long (thousands of nodes, a journal that is read anew) are waited for a tenth of the time."""
+"""After an answer, `watch` waits at least nine times as long as it took: a large job is not kept busy with answers."""
 LEAST_SHOWN = 0.01
-"""An alternative that is less likely than this is in `--json` alone."""
+"""A less likely alternative is only in `--json`."""
 CLOCK_SHOWN_S = 0.05
-"""A clock less than this off the controller's is not worth a word."""
+"""A smaller difference from the controller's clock is not shown."""
 
 
 def _console() -> Console:
@@ -85,7 +85,7 @@ def _styled(word: str) -> Text:
 
 
 def _clock(at: str | None) -> str:
-    """A time as the reader's own clock shows it."""
+    """A time in the reader's time zone."""
     if not at:
         return ""
     return _time(at).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
@@ -248,7 +248,7 @@ def _ranges(numbers: Iterable[int], most: int | None = None) -> str:
 
 
 def watch(read: Callable[[], dict[str, Any]], every_s: float, as_json: bool) -> None:
-    """Look again and again until the job has ended or Ctrl-C."""
+    """Show the job again and again, until it ends or Ctrl-C."""
     console = _console()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     last: dict[str, Any] = {}
@@ -314,7 +314,7 @@ def incidents(answer: dict[str, Any]) -> None:
 
 
 def _done(incident: dict[str, Any]) -> str:
-    """A plan is what was done only where another attempt came of it."""
+    """What was done. A plan counts as done only if another attempt followed."""
     plan = f"{incident['plan']['kind']}: {incident['plan']['why']}" if incident["plan"] else ""
     if incident["next_attempt"] is not None:
         return plan
@@ -377,7 +377,7 @@ def _verdict_parts(verdict: dict[str, Any]) -> list[RenderableType]:
 
 
 def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
-    """A language model's, beside the verdict: said to be one, and that nothing follows from it."""
+    """A language model's opinion. It says that it is one, and that nobody acts on it."""
     model = opinion["model"] or "a model"
     if opinion["problem"]:
         return [_field("opinion", f"none from {model}: {opinion['problem']}")]
@@ -430,7 +430,7 @@ def settings(answer: dict[str, Any]) -> None:
 
 
 def setting(value: object) -> str:
-    """A value as one would write it in `unbroken.toml`, without quotes; of no value nothing."""
+    """A value as it is written in `unbroken.toml`, without quotes; nothing where there is no value."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -579,7 +579,7 @@ def nagios_line(answer: CheckAnswer) -> str:
 
 
 def check(answer: CheckAnswer, *, everything: bool) -> None:
-    """One line first, as Nagios reads it; then what is not well, or everything; then how much of what there is."""
+    """One line for Nagios; then what is unhealthy or unknown, or everything; then the counts."""
     _coloured(answer.word, nagios_line(answer))
     for one in answer.unhealthy:
         word = one.word.upper()

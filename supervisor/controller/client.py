@@ -49,15 +49,15 @@ from supervisor.wire.tls import client_context, explain
 
 TIMEOUT_S = 5.0
 ALIVE_S = 3.0
-"""Before it is sent a command, a controller has so long to say that it lives: what hangs is told nothing."""
+"""A controller must answer the challenge within this time. One that hangs is sent no command."""
 WHOLE_S = 30.0
-"""Each word of an answer may take `TIMEOUT_S`, and all of it so long."""
+"""The whole answer may take this long; each piece of it `TIMEOUT_S`."""
 ANSWER_BYTES = 256 << 20
-"""More than the longest story of a job takes."""
+"""More than the timeline of any job."""
 HEALTH_BYTES = 64 << 10
 SOMETHING_ELSE = "something else does"
 REPLAY_TIMEOUT_S = 20.0
-"""For what a controller finds out by reading its whole journal."""
+"""For answers that need the whole journal."""
 NOT_YET = 504
 """The controller's answer while its journal does not take the command."""
 SCHEDULER_TIMEOUT_S = 10.0
@@ -92,7 +92,7 @@ def _find(job_dir: str, cwd: Path) -> Path:
 
 
 def _is_job(folder: Path) -> bool:
-    """Not one of another user's whose folder is closed to us."""
+    """False also for another user's folder that is closed to us."""
     try:
         return (folder / "epochs").is_dir()
     except PermissionError:
@@ -128,7 +128,7 @@ def find_slurm_job(job: str, cwd: Path) -> Path:
         raise JobNotFound(
             f"there is no {here}, and Slurm knows no job {job}: {clean_line(done.stderr, 200)}".rstrip(": ")
         )
-    # Where it was submitted is not told: it works there unless it was told otherwise, and so its script is there.
+    # Slurm does not tell where the job was submitted: by default that is WorkDir, else the folder of its script.
     places = [Path(told["WorkDir"]), Path(told.get("Command", "")).parent]
     folders = [place / "unbroken-jobs" / told.get("JobId", job) for place in places]
     return find_job(str(next((folder for folder in folders if folder.is_dir()), folders[0])), cwd)
@@ -349,7 +349,7 @@ def _object(content: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _no_longer_than(seconds: float, through: socket.socket) -> Iterator[None]:
-    """Raises TimeoutError where the other end is not done by then, also one that lets its words drip."""
+    """Raises TimeoutError if the other end is not done by then, also if it sends one byte at a time."""
     late = threading.Event()
 
     def cut() -> None:

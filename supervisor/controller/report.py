@@ -192,7 +192,7 @@ _JUDGED = frozenset({"hang_suspected", "hang_confirmed", "silence_seen"})
 
 
 def tell(event: m.AnyEvent) -> tuple[str, bool]:
-    """The event in a sentence, and whether it is a detail that most readers can do without."""
+    """The event in a sentence, and whether it is a detail that most readers do not need."""
     match event:
         case m.ControllerStarted():
             return f"controller of epoch {event.epoch} started", False
@@ -387,7 +387,7 @@ def _unnamed(given: m.Round | None) -> m.Round | None:
 
 
 def _without_words(action: m.Action) -> m.Action:
-    """What is only there to be read by people left out."""
+    """Without the words that are only for people."""
     replace = msgspec.structs.replace
     match action:
         case m.Assign():

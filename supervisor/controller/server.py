@@ -52,7 +52,7 @@ requests_log = logging.getLogger("unbroken.server.requests")
 
 BODY_BYTES = 64 << 10
 MUNGE_S = 1.0
-"""For munge to say who gives a command; then it is not known."""
+"""Munge has this long to say who gives a command; after that, it counts as unknown."""
 
 
 SIGNED = ("command", "argument", "reason")

@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's chat completions: asked once, and once more, in the plainest form, where it refuses.
+"""Any server that speaks OpenAI's chat completions: asked once, and a second time in the plainest form if it refuses.
 
 The server is not trusted: nothing it says is read beyond a limit, no redirect is followed, and its key never shows in
 what is told. This runs in a process of its own (`supervisor.opinion.client`): question on stdin, answer on stdout.

@@ -1,6 +1,6 @@
-"""Ways to ask a language model, each in a process that lives for one question and is killed when its time is up.
+"""Asks a language model: each question in a process of its own, which is killed when its time is up.
 
-Whatever a model or a server does is done to that process, not to the controller: its loop never parses a byte of it.
+If a model or a server misbehaves, only that process suffers: the controller parses none of its bytes.
 """
 
 from __future__ import annotations
