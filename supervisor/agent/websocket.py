@@ -1,4 +1,4 @@
-"""The agent's end of its one WebSocket: wsproto speaks the protocol, this moves its bytes.
+"""The agent's end of its one WebSocket: h11 speaks HTTP until it is open, `supervisor.wire.websocket` has its frames.
 
 A general HTTP client would be a third of the agent's memory on every node.
 """
@@ -6,30 +6,20 @@ A general HTTP client would be a third of the agent's memory on every node.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import socket
-import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
-from wsproto import ConnectionType, WSConnection
-from wsproto.connection import ConnectionState
-from wsproto.events import (
-    AcceptConnection,
-    CloseConnection,
-    Event,
-    Message,
-    Ping,
-    RejectConnection,
-    Request,
-)
-from wsproto.utilities import ProtocolError
+import h11
 
 from diagnosis.signals import clean_text
 from supervisor.blocking import timeout
 from supervisor.errors import InternalError
+from supervisor.wire import websocket as ws
 from supervisor.wire.peers import own_users, peer_uid
 from supervisor.wire.tls import client_context
 
@@ -40,10 +30,7 @@ PONG_WITHIN: Final = 5.0
 TLS_PATIENCE: Final = 3.0
 """The handshake of TLS needs the other program, which may be slow."""
 _CHUNK: Final = 1 << 16
-_BINARY: Final = 0x82
-"""A frame that is a whole binary message."""
-_MASKED: Final = 0x80
-_QUIET_ENDS: Final = frozenset({1000, 1001, 1005, 1006})
+_QUIET_ENDS: Final = frozenset({ws.NORMAL, ws.GOING_AWAY, 1005, 1006})
 """Codes of a normal end; others report a breach of the protocol."""
 
 
@@ -60,8 +47,10 @@ class WebSocket:
         self._reader = reader
         self._writer = writer
         self._ping_s = ping_s
-        self._max_bytes = max_bytes
-        self._protocol = WSConnection(ConnectionType.CLIENT)
+        self._frames = ws.FrameReader(max_bytes, masked=False)
+        self._first = b""
+        """What came with the end of the handshake."""
+        self._is_open = False
         self._received = 0
         """Reads that brought something: signs of life."""
         local = writer.get_extra_info("sockname")
@@ -86,77 +75,69 @@ class WebSocket:
 
     def write(self, message: bytes) -> None:
         """Send it without waiting. Raises OSError when the connection is lost."""
-        if self._protocol.state is not ConnectionState.OPEN:
+        if not self._is_open:
             raise WebSocketError("the connection is not open")
-        self._writer.write(_frame(message, os.urandom(4)))
+        self._say(ws.BINARY, message)
 
-    def _say(self, event: Event) -> None:
-        try:
-            self._writer.write(self._protocol.send(event))
-        except ProtocolError as error:  # sent after the end
-            raise WebSocketError(str(error)) from error
+    def _say(self, opcode: int, payload: bytes) -> None:
+        self._writer.write(ws.frame(opcode, payload, os.urandom(4)))
 
     async def open(self, host: str, target: str, headers: Mapping[str, str]) -> None:
         """Shake hands. Raises OSError, and ValueError for a header of several lines."""
-        if any(mark in text for item in headers.items() for text in item for mark in "\r\n"):
-            raise ValueError("a header may be one line only")
-        given = [(name.encode(), value.encode()) for name, value in headers.items()]
-        self._say(Request(host=host, target=target, extra_headers=given))
-        async for event in self._events():
-            if isinstance(event, AcceptConnection):
-                return
-            if isinstance(event, RejectConnection):
-                raise WebSocketError(f"the port answers with HTTP status {event.status_code}")
-        raise WebSocketError("the port closed the connection instead of an answer")
+        key = base64.b64encode(os.urandom(16))
+        http = h11.Connection(h11.CLIENT)
+        given = [("Host", host), ("Upgrade", "websocket"), ("Connection", "Upgrade"), *headers.items()]
+        given += [("Sec-WebSocket-Key", key.decode()), ("Sec-WebSocket-Version", "13")]
+        try:
+            request = http.send(h11.Request(method="GET", target=target, headers=given))
+        except h11.LocalProtocolError as error:
+            raise ValueError(f"a header cannot be sent: {error}") from None
+        self._writer.write((request or b"") + (http.send(h11.EndOfMessage()) or b""))
+        try:
+            while (event := http.next_event()) is h11.NEED_DATA:
+                http.receive_data(await self._reader.read(_CHUNK))
+        except h11.ProtocolError as error:
+            raise WebSocketError(clean_text(f"the port does not speak HTTP as it must: {error}", 200)) from error
+        if isinstance(event, h11.Response):
+            raise WebSocketError(f"the port answers with HTTP status {event.status_code}")
+        if not isinstance(event, h11.InformationalResponse) or event.status_code != 101:
+            raise WebSocketError("the port closed the connection instead of an answer")
+        if dict(event.headers).get(b"sec-websocket-accept") != ws.accept_token(key):
+            raise WebSocketError("the port does not speak WebSocket as it must: it has not read the request's key")
+        self._first, self._is_open = http.trailing_data[0], True
 
     async def messages(self) -> AsyncIterator[bytes]:
         """The messages of the other end, until the connection ends in whatever way. Raises WebSocketError."""
         watch = asyncio.create_task(self._watch())
-        parts: list[bytes] = []
-        try:
-            async for event in self._events():
-                if not isinstance(event, Message):
-                    continue
-                parts.append(event.data.encode() if isinstance(event.data, str) else bytes(event.data))
-                if sum(map(len, parts)) > self._max_bytes:
-                    raise WebSocketError(f"a message of over {self._max_bytes} bytes")
-                if event.message_finished:
-                    yield b"".join(parts)
-                    parts = []
-        finally:
-            watch.cancel()
-            self.close()
-
-    async def _events(self) -> AsyncIterator[Event]:
-        """Everything that arrives, pings answered, until the end."""
+        data = self._first
         try:
             while True:
-                for event in self._protocol.events():
-                    if isinstance(event, CloseConnection):
-                        if event.code not in _QUIET_ENDS:
-                            why = clean_text(event.reason or "", 100)
-                            raise WebSocketError(f"the connection broke off: {why} (code {int(event.code)})")
+                for opcode, payload in self._frames.feed(data):
+                    if opcode == ws.CLOSE:
+                        _raise_for(payload)
                         return
-                    if isinstance(event, Ping):
-                        self._say(event.response())
-                    yield event
+                    if opcode == ws.PING:
+                        self._say(ws.PONG, payload)
+                    elif opcode != ws.PONG:
+                        yield payload
                 data = await self._reader.read(_CHUNK)
                 if not data:
                     return
                 self._received += 1
-                self._protocol.receive_data(data)
-        except ProtocolError as error:
-            raise WebSocketError(clean_text(f"the port does not speak WebSocket as it must: {error}", 200)) from error
+        except ws.FrameError as error:
+            raise WebSocketError(f"the port does not speak WebSocket as it must: {error}") from error
         except OSError as error:
             if isinstance(error, WebSocketError):
                 raise
+        finally:
+            watch.cancel()
+            self.close()
 
     def close(self) -> None:
         """Say goodbye and end; what was sent still leaves. Whoever reads `messages` comes to their end."""
-        try:
-            self._say(CloseConnection(code=1000))
-        except WebSocketError:
-            pass  # closed before, or never opened
+        if self._is_open:
+            self._is_open = False
+            self._say(ws.CLOSE, ws.NORMAL.to_bytes(2, "big"))
         self._writer.close()
 
     async def _watch(self) -> None:
@@ -166,27 +147,19 @@ class WebSocket:
             await asyncio.sleep(self._ping_s)
             if self._received > before:
                 continue
-            self._say(Ping())
+            self._say(ws.PING, b"")
             await asyncio.sleep(PONG_WITHIN * self._ping_s)
             if self._received == before:
                 self._writer.transport.abort()
                 return
 
 
-def _frame(message: bytes, mask: bytes) -> bytes:
-    """One whole binary message as a client sends it (RFC 6455, 5.2). wsproto takes ten times as long to mask it, and
-    heartbeats are most of what is ever sent.
-    """
-    size = len(message)
-    if size < 126:
-        head = struct.pack("!BB", _BINARY, _MASKED | size)
-    elif size < 1 << 16:
-        head = struct.pack("!BBH", _BINARY, _MASKED | 126, size)
-    else:
-        head = struct.pack("!BBQ", _BINARY, _MASKED | 127, size)
-    key = (mask * (size // 4 + 1))[:size]
-    masked = int.from_bytes(message, "little") ^ int.from_bytes(key, "little")
-    return head + mask + masked.to_bytes(size, "little")
+def _raise_for(goodbye: bytes) -> None:
+    """`goodbye`: of the other end. Raises WebSocketError where it is not a normal one."""
+    code = int.from_bytes(goodbye[:2], "big")
+    if goodbye and code not in _QUIET_ENDS:
+        why = clean_text(goodbye[2:].decode(errors="replace"), 100)
+        raise WebSocketError(f"the connection broke off: {why} (code {code})")
 
 
 Introduction = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[Mapping[str, str]]]

@@ -12,7 +12,6 @@ import collections
 import gc
 import random
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import msgspec
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frame, NodeEvidence, RankOutput, RankSample, RankStack
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
+from supervisor.wire import websocket as ws
 from supervisor.wire.authentication import (
     CHALLENGE_HEADER,
     CHALLENGE_PATH,
@@ -44,6 +44,7 @@ COLLECT_S = 0.03
 PING_AFTER_S, PONG_WITHIN_S = 4.0, 20.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
 PATIENCE_S = 60.0
+MAX_BYTES = 8 << 20
 PROBES = 32
 """So many agents measure the time from a heartbeat to the assignment that answers it."""
 FINDINGS_A_BEAT = 50
@@ -213,6 +214,8 @@ class FakeAgent(asyncio.Protocol):
         self._session: Session | None = None
         self._shaking: tuple[str, SharedSecret] | None = None
         self._buffer = b""
+        """Of the handshake."""
+        self._frames = ws.FrameReader(MAX_BYTES, masked=False)
         self._received = 0
         self._opened_at = 0.0
         self._pause_s = FIRST_PAUSE_S
@@ -250,6 +253,7 @@ class FakeAgent(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport, self._buffer = transport, b""
+        self._frames = ws.FrameReader(MAX_BYTES, masked=False)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         nonce = new_nonce()
         self._shaking = (nonce, SharedSecret(self.fleet.where()[1]))
@@ -269,9 +273,15 @@ class FakeAgent(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += 1
-        self._buffer = self._buffer + data if self._buffer else data
-        while self._transport is not None and (self._frame() if self.is_open else self._handshake()):
-            pass
+        if not self.is_open:
+            self._buffer += data
+            while self._transport is not None and not self.is_open and self._handshake():
+                pass
+            if not self.is_open:
+                return
+            data, self._buffer = self._buffer, b""
+        for opcode, payload in self._frames.feed(data):
+            self._hear(opcode, payload)
 
     def _handshake(self) -> bool:
         head, found, rest = self._buffer.partition(b"\r\n\r\n")
@@ -326,48 +336,27 @@ class FakeAgent(asyncio.Protocol):
             self._beats_regularly = True
             self.fleet.loop.call_later(random.random() * BEAT_S, self._regular)
 
-    def _frame(self) -> bool:
-        data = self._buffer
-        if len(data) < 2:
-            return False
-        size, start = data[1] & 127, 2
-        if size == 126 and len(data) >= 4:
-            (size,), start = struct.unpack_from("!H", data, 2), 4
-        elif size == 127 and len(data) >= 10:
-            (size,), start = struct.unpack_from("!Q", data, 2), 10
-        elif size > 125:
-            return False
-        if len(data) < start + size:
-            return False
-        payload, self._buffer = data[start : start + size], data[start + size :]
-        opcode = data[0] & 15
+    def _hear(self, opcode: int, payload: bytes) -> None:
         assert self._transport is not None
-        if opcode == 2:
-            self.fleet.bytes_in += size
+        if opcode == ws.BINARY:
+            self.fleet.bytes_in += len(payload)
             assert self._session is not None
             self._take(_decode_held(self._session.into.open(payload)))
-        elif opcode == 9:
-            self._write(10, payload)
-        elif opcode == 8:
+        elif opcode == ws.PING:
+            self._write(ws.PONG, payload)
+        elif opcode == ws.CLOSE:
             self._transport.abort()
-        return True
 
     def _say(self, message: bytes) -> None:
         if self._session is not None:
-            self._write(2, self._session.out.seal(message))
+            self._write(ws.BINARY, self._session.out.seal(message))
 
     def _write(self, opcode: int, payload: bytes) -> None:
-        """The mask is 0: to undo it costs the controller the same, and to apply it would only cost us."""
-        if self._transport is None:
-            return
-        size = len(payload)
-        head = struct.pack("!BB", 0x80 | opcode, 0x80 | size) if size < 126 else b""
-        if 126 <= size < 1 << 16:
-            head = struct.pack("!BBH", 0x80 | opcode, 0xFE, size)
-        elif size >= 1 << 16:
-            head = struct.pack("!BBQ", 0x80 | opcode, 0xFF, size)
-        self.fleet.bytes_out += size + 4 + len(head)
-        self._transport.write(b"".join((head, b"\0\0\0\0", payload)))
+        """The mask is 0: to undo it costs the controller nearly the same, and to apply it would only cost us."""
+        if self._transport is not None:
+            sent = ws.frame(opcode, payload, bytes(4))
+            self.fleet.bytes_out += len(sent)
+            self._transport.write(sent)
 
     def _watch(self, transport: asyncio.Transport, received: int, asked: bool = False) -> None:
         """As the real one does: a ping after a silence, and the end of the connection when nothing answers it."""
@@ -379,7 +368,7 @@ class FakeAgent(asyncio.Protocol):
             transport.abort()
             return
         if silent:
-            self._write(9, b"")
+            self._write(ws.PING, b"")
         self.fleet.loop.call_later(
             PONG_WITHIN_S if silent else PING_AFTER_S, self._watch, transport, self._received, silent
         )

@@ -10,10 +10,8 @@ served in a third of the time so, and take a third of the memory (docs/adr/0031)
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import errno
-import hashlib
 import logging
 import socket
 import ssl
@@ -69,7 +67,6 @@ NOT_SIGNED = (
     "Use the same version of unbroken everywhere"
 )
 _REQUEST_LINES: Final = tuple(b"GET %s HTTP/1.1\r\n" % path.encode() for path in (CHALLENGE_PATH, AGENT_PATH))
-_WEBSOCKET_GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
 
 class AgentService(Protocol):
@@ -164,7 +161,7 @@ class Connection(asyncio.Protocol):
             self._pinged_at = now
             self._write(ws.PING, b"")
 
-    def say_goodbye(self, code: int = 1000) -> None:
+    def say_goodbye(self, code: int = ws.NORMAL) -> None:
         """Close it, and let what was sent leave."""
         if not self._ends:
             self._ends = True
@@ -251,8 +248,7 @@ class Connection(asyncio.Protocol):
         given = headers.get("authorization", "")
         exchange = self._listener.authenticator.admit(given, "GET", AGENT_PATH, b"", now)
         self._transport.set_write_buffer_limits(high=0)
-        accept = base64.b64encode(hashlib.sha1(key.encode() + _WEBSOCKET_GUID).digest())
-        self._transport.write(_UPGRADE_ANSWER % accept)
+        self._transport.write(_UPGRADE_ANSWER % ws.accept_token(key.encode()))
         self._frames, self._heard_at = ws.FrameReader(MAX_MESSAGE_BYTES, masked=True), now
         if exchange is not None:
             self._session = self._listener.authenticator.secret.session(exchange, controller=True)

@@ -5,6 +5,8 @@ A controller reads thousands of frames a second: a general library takes several
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import struct
 from collections.abc import Iterator
 from typing import Final
@@ -18,9 +20,18 @@ CLOSE: Final = 8
 PING: Final = 9
 PONG: Final = 10
 
+NORMAL: Final = 1000
 GOING_AWAY: Final = 1001
 PROTOCOL_BROKEN: Final = 1002
 TOO_LONG: Final = 1009
+
+
+_GUID: Final = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+
+
+def accept_token(key: bytes) -> bytes:
+    """What a server answers to the key of a client: it has read the request, and speaks the protocol."""
+    return base64.b64encode(hashlib.sha1(key + _GUID).digest())
 
 
 class FrameError(InternalError, ValueError):

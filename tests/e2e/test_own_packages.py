@@ -42,7 +42,7 @@ def repository(tmp_path: Path) -> Path:
     (repo / "dmesg.txt").write_text("NVRM: Xid (PCI:0000:c1:00): 79, pid=1, GPU has fallen off the bus.\n" * 3)
     site = repo / "site"
     site.mkdir()
-    for name in ("msgspec", "click", "aiohttp", "rich", "psutil", "wsproto"):
+    for name in ("msgspec", "click", "aiohttp", "rich", "psutil", "h11"):
         (site / f"{name}.py").write_text(OTHER_PYTHONS)
     (tmp_path / "seen").mkdir()
     return repo
