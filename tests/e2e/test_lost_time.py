@@ -46,17 +46,17 @@ def expect_exact(job: Any, of_attempts: int) -> None:
         assert incident["lost_s"] == pytest.approx(lost_s, abs=1.5 + 0.2 * lost_s), (incident["id"], lost_s)
 
 
-@pytest.mark.lasts(60)
+@pytest.mark.lasts(45)
 def test_a_killed_keeper_and_a_killed_rank_cost_what_was_trained_again(supervise: Supervise) -> None:
-    job = supervise("plain", "--save-every", "25", steps=140, pace=0.2)
-    job.wait_step(40, 120)
+    job = supervise("plain", "--save-every", "20", steps=70, pace=0.2)
+    job.wait_step(20, 120)
     assert sorted(behind_s(job) for _ in range(5))[2] < 6.0, "a second, where the machine has time"
-    job.wait_step(67, 120)
+    job.wait_step(36, 120)
     before = set(job.ranks().values())
     job.process("keeper").kill()
     job.until(lambda: not set(job.ranks().values()) & before, 5, "the orphans' end")
     job.until(lambda: len(attempts(job.rig)) == 2, 60, "a second attempt")
-    job.until(lambda: max(attempts(job.rig)[1]) >= 122, 120, "step 122 of it")
+    job.until(lambda: max(attempts(job.rig)[1]) >= 58, 120, "step 58 of it")
     job.kill(1)
     job.succeeds(200)
     expect_exact(job, 3)

@@ -15,6 +15,7 @@ def tree(*folders: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.lasts(90)
 def test_five_jobs_in_one_folder(supervise: Callable[..., Any], tmp_path: Path) -> None:
     """`--out ckpt-$ID` with files `step_000010.pt`; two of them share one folder, and one of all jobs is disturbed."""

@@ -26,6 +26,7 @@ def test_one_checkpoint_overwritten_in_place(supervise: Supervise) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(60)
 def test_hugging_face_trainer(supervise: Supervise) -> None:
     job = supervise("hf", steps=40, rig="relock@27:1")
     job.wait_checkpoint("checkpoint-10")

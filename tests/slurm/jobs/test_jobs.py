@@ -72,6 +72,7 @@ def test_a_node_is_killed_and_booted_again(cluster: Any, submit: Submit) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(60)
 def test_a_link_is_cut_and_healed(cluster: Any, submit: Submit, after: Callable[[float], None]) -> None:
     """Nothing of the old side may write when the job has gone on: it sees the job folder, and ends while it is cut.
 
