@@ -112,7 +112,7 @@ def check(
     release_gpus: str,
     node_name: str,
 ) -> None:
-    """What is wrong with this node now.
+    """Say what is wrong with this node now.
 
     Exit code 0 ok, 1 warning, 2 critical (or wrong usage), 3 unknown, 78 wrong configuration.
     """

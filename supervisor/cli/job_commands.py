@@ -158,7 +158,7 @@ def _with_pending(job: JobHandle, answer: dict[str, Any]) -> dict[str, Any]:
 @job_options
 @click.option("--exit-code", is_flag=True, help="Print the exit code of the job's end and nothing else, for scripts.")
 def status(job: JobHandle, as_json: bool, exit_code: bool) -> None:
-    """What the job is doing now, its nodes, and its newest incidents."""
+    """Show the job now: state, step, nodes, incidents."""
     from supervisor.cli import render
 
     answer = job.read("/v1/status", _status_from_journal)
@@ -173,7 +173,7 @@ def status(job: JobHandle, as_json: bool, exit_code: bool) -> None:
 @click.command()
 @job_options
 def incidents(job: JobHandle, as_json: bool) -> None:
-    """Every incident: verdict, culprit, what was done, and how much time was lost."""
+    """List the incidents: verdict, culprit, time lost."""
     from supervisor.cli import render
 
     print_answer(_with_pending(job, job.read("/v1/incidents", _incidents_from_journal)), as_json, render.incidents)
@@ -184,7 +184,10 @@ def incidents(job: JobHandle, as_json: bool) -> None:
 @job_options
 @click.option("--ask", is_flag=True, help="Ask the configured language model too, and wait for its answer.")
 def why(job: JobHandle, incident: str, as_json: bool, ask: bool) -> None:
-    """INCIDENT (i-1, or `last`): the verdict, its evidence, what was done, and how long each phase took."""
+    """Explain INCIDENT (i-1, or `last`).
+
+    The verdict, its evidence, what was done, how long each phase took, and where the evidence is kept.
+    """
     from supervisor.cli import render
 
     found = _incident(job, incident)
@@ -265,7 +268,7 @@ def _asked(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
 @click.option("--all", "everything", is_flag=True, help="Show details as well.")
 @click.option("--since", type=int, default=0, metavar="SEQ", help="Only what came after the record with this number.")
 def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> None:
-    """The story of the job, event by event."""
+    """Show what happened in the job, event by event."""
     from supervisor.cli import render
 
     answer = job.read(f"/v1/timeline?since={since}", _timeline_from_journal)
@@ -277,7 +280,10 @@ def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> Non
 @job_options
 @click.option("--every", type=click.FloatRange(0.2), default=0.2, help="Seconds between updates.  [0.2]")
 def watch(job: JobHandle, as_json: bool, every: float) -> None:
-    """The status, live, until the job ends (with --json: one status a line, when something changed)."""
+    """Show the status, live, until the job ends.
+
+    With --json: one status a line, when something changed.
+    """
     from supervisor.cli import render
 
     if sys.stdout is None:
@@ -350,7 +356,7 @@ def cordon(job: JobHandle, node: str, **options: Any) -> None:
 @click.argument("node", metavar="NODE[/GPU]")
 @command_options
 def uncordon(job: JobHandle, node: str, **options: Any) -> None:
-    """Use NODE again; with NODE/GPU: do not leave it out because of that GPU any more."""
+    """Use NODE again, or NODE/GPU."""
     give(job, "uncordon", node, **options)
 
 
@@ -358,7 +364,10 @@ def uncordon(job: JobHandle, node: str, **options: Any) -> None:
 @click.argument("mode", metavar="MODE", type=click.Choice(["observe", "recommend", "enforce"]))
 @command_options
 def mode(job: JobHandle, mode: str, **options: Any) -> None:
-    """observe: only watch; recommend: ask before acting; enforce: act."""
+    """Set how much the job does by itself.
+
+    observe: only watch; recommend: ask before acting; enforce: act.
+    """
     give(job, "mode", mode, **options)
 
 
@@ -366,7 +375,10 @@ def mode(job: JobHandle, mode: str, **options: Any) -> None:
 @click.argument("what", metavar="[INCIDENT|RULE]", default="")
 @command_options
 def approve(job: JobHandle, what: str, **options: Any) -> None:
-    """Carry out the plan for INCIDENT (mode recommend), or use the RULE that a model proposed."""
+    """Carry out the plan that waits for approval.
+
+    INCIDENT: only if it is the plan for this incident. RULE: use a rule that a model proposed.
+    """
     give(job, "approve", what, **options)
 
 
@@ -374,7 +386,10 @@ def approve(job: JobHandle, what: str, **options: Any) -> None:
 @click.argument("what", metavar="[INCIDENT|RULE]", default="")
 @command_options
 def reject(job: JobHandle, what: str, **options: Any) -> None:
-    """Do not carry out the plan for INCIDENT (mode recommend), or delete the RULE that a model proposed."""
+    """Reject the plan that waits for approval.
+
+    INCIDENT: only if it is the plan for this incident. RULE: delete a rule that a model proposed.
+    """
     give(job, "reject", what, **options)
 
 

@@ -53,7 +53,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version)
 def main() -> None:
-    """Keeps a distributed pretraining run alive.
+    """Keep a distributed pretraining run alive.
 
     Put `unbroken run --` in front of the command you start it with:
 
@@ -75,7 +75,9 @@ def _run_options(command: F) -> F:
         click.option("--spare", is_flag=True, help="This node stays idle until it is needed."),
         click.option("--spares", type=int, metavar="N", help="How many nodes are kept idle.  [0]"),
         click.option("--max-restarts", type=int, metavar="N", help="Give up after N restarts without progress.  [10]"),
-        click.option("--mode", type=click.Choice(["observe", "recommend", "enforce"]), help="[enforce]"),
+        click.option(
+            "--mode", type=click.Choice(["observe", "recommend", "enforce"]), help="See `unbroken mode`.  [enforce]"
+        ),
         click.option(
             "--patience",
             metavar="S|off",
@@ -117,7 +119,9 @@ def _run_options(command: F) -> F:
 @_run_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_json: bool, **flags: Any) -> None:
-    """Run COMMAND, watch it, and restart it from its newest good checkpoint when it breaks.
+    """Run COMMAND under supervision.
+
+    Watch it, and restart it from its newest good checkpoint when it breaks.
 
     The exit code is COMMAND's own, or 75 requeued or preempted, 78 wrong configuration, 90 stopped because a restart
     would fail in the same way, 91 restarts used up, 130 interrupted, 143 terminated.
@@ -152,7 +156,10 @@ def _check(settings: config.Settings) -> None:
 @main.command("demo", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> None:
-    """A supervised Llama pretraining on this machine, with faults injected while you watch."""
+    """Show faults and recoveries on this machine.
+
+    A small Llama is pretrained, and faults are injected while you watch.
+    """
     from supervisor import demo as show
 
     sys.exit(show.main(list(arguments)))
@@ -161,7 +168,7 @@ def demo(arguments: tuple[str, ...]) -> None:
 @main.command("bench", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def bench(arguments: tuple[str, ...]) -> None:
-    """Measure recovery, side by side with torchrun; break things at random (`bench chaos`)."""
+    """Measure recovery, overhead and the controller."""
     from supervisor import bench as measure
 
     sys.exit(measure.main(list(arguments)))
@@ -170,7 +177,10 @@ def bench(arguments: tuple[str, ...]) -> None:
 @main.command("controller", context_settings={"ignore_unknown_options": True}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def controller(arguments: tuple[str, ...]) -> None:
-    """Run a controller by itself (`unbroken run` starts one on the first node)."""
+    """Run a controller by itself.
+
+    `unbroken run` starts one on the first node.
+    """
     from supervisor.controller import main as service
 
     settings = config.load_here().settings
@@ -184,7 +194,7 @@ def controller(arguments: tuple[str, ...]) -> None:
 @main.command("config")
 @click.option("--json", "as_json", is_flag=True)
 def print_config(as_json: bool) -> None:
-    """Every setting, its value, and where the value comes from."""
+    """Show every setting, its value, and its origin."""
     from supervisor.cli import render
 
     loaded = config.load_here()
@@ -209,7 +219,9 @@ def print_config(as_json: bool) -> None:
 )
 @click.option("--healthy", multiple=True, help="Logs of a run that went well; lines that they do not have come first.")
 def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, healthy: tuple[str, ...]) -> None:
-    """What went wrong, from what is left of a job: files, folders, or - for standard input.
+    """Say what went wrong, from logs and dumps.
+
+    PATHS: files, folders, or - for standard input.
 
     Logs of ranks, kernel and Slurm (packed or not), torchrun's and our own folders, flight recorder dumps, stacks.
     Exit codes: 0 done, whatever was found; 66 a file that was named cannot be read; 130 interrupted.
@@ -228,7 +240,10 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, he
 @click.argument("journal", type=click.Path(exists=True, path_type=Path))
 @click.option("--json", "as_json", is_flag=True)
 def replay(journal: Path, as_json: bool) -> None:
-    """Feed JOURNAL (a job folder or one file) through this version: does it decide the same?"""
+    """Check that this version decides as JOURNAL says.
+
+    JOURNAL: a job folder, or one file of its journal.
+    """
     from supervisor.cli import render
     from supervisor.config import use_begun_rules
     from supervisor.controller.journal import read_history
