@@ -129,6 +129,16 @@ def test_an_oom_kill_is_one_event_at_the_line_that_names_the_killed():
     assert (event.fields["process"], event.fields["cgroup"], event.fields["limit"]) == ("python", "/s", "cgroup")
 
 
+def test_a_firmware_report_keeps_its_section():
+    lines = (
+        "Hardware error from APEI Generic Hardware Error Source: 1",
+        "event severity: fatal",
+        " section_type: PCIe error",
+    )
+    (event,) = read("\n".join(f"{{1}}[Hardware Error]: {line}" for line in lines))
+    assert (event.severity, event.fields["section"]) == ("fatal", "PCIe error")
+
+
 GSP_TIMEOUT = """
 NVRM: GPU at PCI:0000:9b:00: GPU-509665ad-b600-ac93-3616-d754b23d636d
 NVRM: GPU Board Serial Number: 1650124014249
