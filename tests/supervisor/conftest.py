@@ -17,7 +17,6 @@ from recovery.checkpoint import choose as choose_checkpoint
 from supervisor import messages as m
 from supervisor.job.attempts import Choose
 from supervisor.job.job import Job
-from supervisor.notes import text_of
 
 PREAMBLE = """
 import os, time
@@ -150,8 +149,9 @@ class JobDriver:
         return [action for action in self.actions if isinstance(action, m.SchedulerRequest)]
 
     @property
-    def loud(self) -> list[str]:
-        return [text_of(action) for action in self.actions if isinstance(action, m.Note) and action.loud]
+    def loud(self) -> dict[str, dict[str, Any]]:
+        """What the newest event has for the terminal: kind -> arguments."""
+        return {note.kind: note.arguments for note in self.actions if isinstance(note, m.Note) and note.loud}
 
     def replayed(self) -> Job:
         """The same events through another job."""

@@ -130,6 +130,14 @@ def test_a_loss_that_is_no_number_is_told_and_when_it_is_one_again(nodes: Nodes)
     assert (again.bad, again.step) == (False, 11)
 
 
+def test_the_next_attempt_starts_from_nothing(nodes: Nodes) -> None:
+    nodes.beat(1.0, attempt=1, ranks=(sample(0, step=50),))
+    told = nodes.beat(2.0, attempt=2, ranks=(sample(0, step=3),))
+    assert told[-1] == m.Progressed(at=2.0, attempt=2, step=3, step_at=2.0, first=True)
+    late = nodes.beat(2.5, node="b", attempt=1, ranks=(sample(2, step=51),))
+    assert late == [], "a node that still runs the old attempt has nothing to say about this one"
+
+
 def test_a_failing_preparation_complains_now_and_then(nodes: Nodes) -> None:
     [failed] = nodes.beat(1.0, prepared=1, prepare_error="no space")
     assert isinstance(failed, m.PreparationFailed)
@@ -215,6 +223,28 @@ def test_an_only_node_and_an_idle_one_get_longer(nodes: Nodes) -> None:
 
 
 # ----- the hang watch -----
+
+
+def test_a_rank_that_does_not_enter_a_collective_is_suspected(nodes: Nodes) -> None:
+    told: list[m.AnyEvent] = []
+    for second in range(1, 60):
+        stuck = max(0, second - 40)
+        count = second - stuck
+        ranks = tuple(
+            sample(
+                rank,
+                step=count if rank == 0 else None,
+                groups={"0": (count + (rank == 0 and stuck > 0), count)},
+                moved_age_s=float(stuck),
+                waiting_s=float(stuck) if rank == 0 and stuck else None,
+            )
+            for rank in (0, 1)
+        )
+        told += nodes.beat(float(second), attempt=1, ranks=ranks)
+        told += nodes.tick(second, second + 1)
+    suspected = next(event for event in told if isinstance(event, m.HangSuspected))
+    assert suspected.attempt == 1
+    assert suspected.at < 45
 
 
 def test_inventories_are_compared_between_the_nodes_that_are_there(nodes: Nodes) -> None:

@@ -397,6 +397,17 @@ def test_a_loss_that_comes_and_goes_is_told_so_often_and_no_more(running: Any) -
     assert driver.job.incidents.log.total == NUMBERS_REPORTED
 
 
+def test_a_crash_closes_it_and_the_next_attempt_may_have_one_of_its_own(running: Any) -> None:
+    driver = running("a")
+    driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=40, ranks=(0,))
+    driver.crash("a", 1)
+    driver.up(step=31)
+    assert [case.closed_at is not None for case in driver.job.incidents.log.records] == [True, True]
+    driver.tell(m.NumbersSeen, after=5, attempt=2, bad=True, step=40, ranks=(0,))
+    assert driver.job.incidents.log.total == 3
+    assert open_ones(driver) == ["signal"]
+
+
 # ----- devices -----
 
 

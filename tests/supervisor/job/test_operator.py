@@ -21,11 +21,11 @@ from supervisor.notes import text_of
 DAYS = 100 * 24 * 3600.0
 
 
-def said(driver: Any) -> str:
-    """What the operator is answered after the order itself."""
+def said(driver: Any) -> dict[str, dict[str, Any]]:
+    """What the operator is answered after the order itself: kind -> arguments."""
     first, *notes = [one for one in driver.actions if isinstance(one, m.Note)]
     assert first.kind == "command" or first.refused
-    return "; ".join(text_of(one) for one in (notes or [first]))
+    return {one.kind: one.arguments for one in (notes or [first])}
 
 
 def notes(driver: Any) -> list[str]:
@@ -53,7 +53,7 @@ def test_a_pause_holds_a_broken_job_until_the_operators_next_word(running: Any, 
     if mode == "enforce":
         assert (driver.state, driver.number) == ("STARTING", 2)
         return
-    assert "i-1 waits for `unbroken approve` or `reject` (restart: " in said(driver)
+    assert said(driver)["approval_awaited"]["plan"] == "restart"
     driver.order("approve")
     assert (driver.state, driver.number) == ("STARTING", 2)
 
@@ -69,17 +69,17 @@ def test_status_says_since_when_by_whom_and_why_it_is_paused(running: Any, capsy
     driver.order("resume")
     assert driver.job.view().pause is None
     driver.order("resume")
-    assert said(driver) == "the job is neither paused nor held"
+    assert "nothing_paused" in said(driver)
 
 
 def test_the_first_attempt_too(make_driver: Any) -> None:
     driver = make_driver(nodes_min=2, nodes_max=2)
     driver.join("a")
     driver.order("restart")
-    assert "nothing runs yet: the job waits for nodes: 1 of 2 can be used (until 1970-01-01 00:26 UTC)" in said(driver)
+    assert "1 of 2" in said(driver)["nothing_runs_yet"]["what"]
     driver.order("pause")
     driver.order("restart")
-    assert "starts as soon as it can" in said(driver)
+    assert "first_attempt_waits" in said(driver)
     driver.order("pause")
     driver.order("resume")
     driver.order("pause")
@@ -94,7 +94,7 @@ def test_status_says_until_when_a_job_waits_and_who_cordoned(running: Any) -> No
     assert driver.job.view().hold.ends_at is not None
     driver.order("reject")
     driver.order("approve")
-    assert said(driver).startswith("nothing waits for approval; the job waits for an operator: the plan was rejected")
+    assert "an operator" in said(driver)["nothing_waits_for_approval"]["what"]
     driver.order("cordon", "a")
     (node,) = driver.job.view().nodes
     assert node.why == "an operator's command (by ann)"
@@ -115,7 +115,7 @@ def test_culprits_that_ranks_name_by_address_are_named_as_nodes(make_driver: Any
 def test_a_journal_that_stood_still_is_told_afterwards(running: Any) -> None:
     driver = running("a")
     driver.tell(m.JournalStalled, seconds=20.4)
-    assert driver.loud == ["the journal could not be written for 20 s: the job took no decisions in that time"]
+    assert driver.loud == {"journal_stalled": {"seconds": 20.4}}
 
 
 def test_the_last_steps_before_a_stop_are_seen(running: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_run_whose_ranks_have_ended_well_is_left_to_end(running: Any, command:
     driver = running("a")
     driver.finish()
     driver.order(command)
-    assert said(driver).startswith("every rank has ended with code 0")
+    assert "ends_by_itself" in said(driver)
     driver.tell(m.LauncherEnded, node="a", attempt=1, how="torchrun ended with code 0")
     assert driver.job.outcome.state == "succeeded"
 
@@ -141,19 +141,29 @@ def test_one_gpu_is_given_back_and_the_others_stay_cordoned(running: Any) -> Non
     for gpu in ("0", "3"):
         driver.order("cordon", f"b/{gpu}")
     driver.order("uncordon", "b/7")
-    assert said(driver) == "b/7 is not cordoned; b/0 is (an operator's command)"
+    assert said(driver)["gpu_not_cordoned"]["where"] == "b/0"
     driver.order("uncordon", "b/0")
-    assert said(driver) == "b is still not used: b/3 is cordoned (an operator's command)"
+    assert said(driver)["still_left_out"]["place"] == "b/3"
     assert [(cordon.node, cordon.gpu) for cordon in driver.job.nodes.cordons.all(driver.now)] == [("b", "3")]
     driver.order("uncordon", "b/3")
-    assert "slurm is asked to give b back" in said(driver)
+    assert said(driver) == {"undrain_asked": {"scheduler": "slurm", "node": "b"}}
     assert driver.job.nodes.cordons.all(driver.now) == ()
     driver.order("cordon", "b")
     driver.order("uncordon", "b/3")
-    assert said(driver) == "b/3 is not cordoned; b is (an operator's command)"
+    assert said(driver)["gpu_not_cordoned"]["where"] == "b"
     driver.order("uncordon", "b")
     driver.order("uncordon", "b/3")
-    assert said(driver) == "b/3 is not cordoned; the node is not cordoned either"
+    assert said(driver)["gpu_not_cordoned"]["where"] == ""
+
+
+def test_a_requeued_job_is_not_called_failed(running: Any) -> None:
+    driver = running("a", scheduler="slurm", scheduler_job="7", max_requeues=1)
+    driver.tell(m.NodeLost, node="a", silent_s=5.0)
+    let_pass(driver, 60.0)
+    (order,) = driver.orders
+    driver.tell(m.SchedulerAnswered, number=order.number, outcome="done")
+    assert driver.job.outcome.state == "requeued"
+    assert driver.job.view().state == "REQUEUED"
 
 
 def stop_rank(driver: Any, seconds: float = 5.6) -> None:
@@ -240,8 +250,7 @@ def test_an_order_that_was_done_before_the_journal_had_it_is_told_on_the_termina
     driver = running("a")
     driver.tell(m.OperatorCommand, command="pause", by="ann", unrecorded="No space left on device")
     assert driver.job.paused
-    [told] = driver.loud
-    assert told.startswith("pause: done, but the journal cannot be written now (No space left on device)")
+    assert driver.loud == {"command_unrecorded": {"command": "pause", "why": "No space left on device"}}
 
 
 # ----- what operators and modes allow policy to do -----
