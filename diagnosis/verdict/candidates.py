@@ -329,17 +329,19 @@ def _is_unexplained_training(seen: _Seen) -> bool:
 
 
 BEARING: Final = (
-    Row[_Seen]("elsewhere", "factor", lambda seen: seen.elsewhere),
+    Row[_Seen]("elsewhere", "factor", lambda seen: seen.elsewhere, "a_xid_on_another_node"),
     Row[_Seen](
         "killed_process_of_ours",
         "factor",
         lambda seen: _is_killed_process(seen) and _is_unexplained_training(seen),
+        "an_oom_kill_of_a_trainer_that_nobody_knows",
     ),
-    Row[_Seen]("killed_process_of_others", "factor", _is_killed_process),
+    Row[_Seen]("killed_process_of_others", "factor", _is_killed_process, "an_oom_kill_of_another_program"),
     Row[_Seen](
         "kernel_that_does_not_outrank",
         "factor",
         lambda seen: seen.finding.failure_class not in OUTRANKS and seen.finding.evidence.source == "kernel",
+        "a_fault_of_an_access_beside_a_missing_module",
     ),
     Row[_Seen](
         "error_not_fatal",
@@ -354,8 +356,9 @@ TIMELY: Final = (
         "whole_hours_apart",
         "factor",
         lambda seen: not _is_near(seen.late_s) and _is_in_another_zone(seen.late_s),
+        "a_kernel_log_in_another_zone",
     ),
-    Row[_Seen]("at_another_time", "factor", lambda seen: not _is_near(seen.late_s)),
+    Row[_Seen]("at_another_time", "factor", lambda seen: not _is_near(seen.late_s), "a_xid_of_the_day_before"),
 )
 """How much of it holds by its time."""
 ROWS: Final = (*BEARING, *TIMELY)

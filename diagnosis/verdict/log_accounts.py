@@ -193,13 +193,18 @@ def _is_unverified(seen: _Message) -> bool:
 
 
 MESSAGES: Final = (
-    Row[_Message]("long_ago", "factor", _is_long_ago),
+    Row[_Message]("long_ago", "factor", _is_long_ago, "an_error_of_last_week"),
     Row[_Message]("among_output", "factor", lambda seen: seen.log.kind == "mixed", "killed_for_memory_within_the_step"),
     Row[_Message]("unverified", "factor", _is_unverified, "a_kernel_line_that_a_rank_prints"),
     Row[_Message]("while_the_node_boots", "warning", _is_of_boot, "a_node_that_boots"),
     Row[_Message]("printed_by_a_rank", "doubtful", _is_unverified, "an_oom_kill_that_a_rank_prints"),
     Row[_Message]("came_back", "doubtful", lambda seen: has_recovered(seen.finding, seen.log), "a_node_that_boots"),
-    Row[_Message]("training_survived_the_message", "survived", lambda seen: survives(seen.log, seen.finding)),
+    Row[_Message](
+        "training_survived_the_message",
+        "survived",
+        lambda seen: survives(seen.log, seen.finding),
+        "a_xid_that_training_survives",
+    ),
 )
 """How much a kernel message in an old log counts: all factors that apply are multiplied."""
 
@@ -362,11 +367,12 @@ def _ends_the_log(seen: InLog) -> bool:
 
 
 IN_LOG: Final = (
-    Row[InLog]("uncaught_at_the_end", "uncaught", _ends_the_log),
+    Row[InLog]("uncaught_at_the_end", "uncaught", _ends_the_log, "an_error_at_the_very_end_that_looks_caught"),
     Row[InLog](
         "slowness_of_a_run_that_goes_on",
         "counts",
         lambda seen: seen.one.failure_class in _SLOWDOWN and 2 * seen.one.last_line > seen.log.lines,
+        "a_slow_rank_of_a_run_that_goes_on",
     ),
     Row[InLog](
         "vague_end_of_complete_work",
@@ -404,8 +410,14 @@ IN_LOG: Final = (
         "work_completed_after_it",
         "survived",
         lambda seen: _may_pass(seen.one) and is_finished(seen.log, seen.one.last_line),
+        "a_peer_that_goes_first_at_a_good_end",
     ),
-    Row[InLog]("last_step_made", "survived", lambda seen: seen.one.benign and _is_complete(seen.log)),
+    Row[InLog](
+        "last_step_made",
+        "survived",
+        lambda seen: seen.one.benign and _is_complete(seen.log),
+        "a_complaint_when_the_last_step_is_made",
+    ),
     Row[InLog](
         "stuck_after_complete_work", "exit_hang", lambda seen: _is_stuck_at_the_end(seen), "complete_and_then_stuck"
     ),
@@ -513,12 +525,23 @@ class _Among(NamedTuple):
 
 
 TRACEBACKS: Final = (
-    Row[_OfTraceback]("helper_after_complete_work", "left_out", lambda seen: _is_of_teardown(seen.one, seen.log)),
-    Row[_OfTraceback]("launchers_own_traceback", "left_out", lambda seen: seen.one.traceback.is_launchers),
+    Row[_OfTraceback](
+        "helper_after_complete_work",
+        "left_out",
+        lambda seen: _is_of_teardown(seen.one, seen.log),
+        "a_helper_that_dies_after_the_work",
+    ),
+    Row[_OfTraceback](
+        "launchers_own_traceback",
+        "left_out",
+        lambda seen: seen.one.traceback.is_launchers,
+        "a_launchers_traceback_beside_a_bug",
+    ),
     Row[_OfTraceback](
         "wrapper_of_another_exception",
         "left_out",
         lambda seen: launchers.is_wrapper(seen.one.traceback.exception, seen.one.traceback.message),
+        "a_wrapper_that_says_nothing",
     ),
 )
 LINES: Final = (
@@ -528,7 +551,12 @@ LINES: Final = (
     Row[_OfLine](
         "line_of_a_report", "left_out", lambda seen: _REPORTED.search(seen.one.text) is not None, "a_report_made_flat"
     ),
-    Row[_OfLine]("step_cancelled_after_an_end", "left_out", lambda seen: _follows_an_end(seen.one, seen.log)),
+    Row[_OfLine](
+        "step_cancelled_after_an_end",
+        "left_out",
+        lambda seen: _follows_an_end(seen.one, seen.log),
+        "a_step_that_slurm_cancels_after_a_crash",
+    ),
 )
 AMONG: Final = (
     Row[_Among](

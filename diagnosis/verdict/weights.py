@@ -69,8 +69,8 @@ class Row(NamedTuple, Generic[_Context]):
     name: str
     effect: Effect
     applies: Callable[[_Context], bool]
-    case: str = ""
-    """What wants it: a file of `tests/diagnosis/cases`, or a test."""
+    case: str
+    """The file of `tests/diagnosis/cases` whose verdict is another one without this row."""
 
 
 def parse(text: str) -> Weights:
