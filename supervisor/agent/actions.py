@@ -15,7 +15,7 @@ import shutil
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +168,15 @@ class DrainRequests:
         self._job = state.plan.spec.scheduler_job
         self._path = Path(folder) / request_file(self._job, os.getuid())
         self._file = BlockingCalls("drain request")
-        self._task: asyncio.Task[None] | None = None
         self._again_at = 0.0
 
     def follow(self, reason: str) -> None:
         """`reason`: empty, or one that root's programs would not take, stands for no request."""
         reason = reason if may_be_asked(reason, self._job) else ""
-        busy = self._task is not None and not self._task.done()
+        busy = self._state.work.is_running("drain request")
         if reason == self._state.saved.drain_request or busy or not self._job or time.monotonic() < self._again_at:
             return
-        self._task = asyncio.get_running_loop().create_task(self._update(reason))
+        self._state.work.start("drain request", self._update(reason))
 
     async def _update(self, reason: str) -> None:
         try:
@@ -234,7 +233,6 @@ class ActionRunner:
         self._launcher = launcher
         self._evidence = evidence
         self._checkpoints = checkpoints
-        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._shown: deque[str] = deque(maxlen=64)
         """Lines about preparations that the user has seen."""
         self._launches = 0
@@ -251,7 +249,7 @@ class ActionRunner:
             case KillWorkers(attempt=attempt):
                 await self._keeper.request(op="kill", attempt=attempt)
             case Prepare(attempt=attempt):
-                self._start("prepare", self._prepare(assignment, attempt))
+                self._state.work.start("prepare", self._prepare(assignment, attempt))
             case Join(round=formed, rank=rank):
                 await self._join(assignment, rank)
                 log.info("attempt %d: this node is %d of %d", formed.attempt, rank, formed.size)
@@ -260,30 +258,18 @@ class ActionRunner:
             case EndLauncher():
                 self._launcher.leave()
             case Stop(signal=name, grace_s=grace_s):
-                self._start("stop", self._stop(name, grace_s))
+                self._state.work.start("stop", self._stop(name, grace_s))
             case WakeRanks(ranks=ranks, number=number):
                 self._state.saved.woken = number
                 await self._keeper.request(op="signal", signal=int(signal.SIGCONT), ranks=list(ranks))
             case Collect():
                 assert assignment.evidence is not None
                 self._state.saved.collected = assignment.evidence.number
-                self._start(
+                self._state.work.start(
                     f"evidence {assignment.evidence.number}", self._evidence.collect_requested(assignment.evidence)
                 )
             case Finished():
                 self._finish(assignment)
-
-    def collect_crash(self, attempt: int) -> None:
-        """Collect what the failed ranks left behind."""
-        self._state.saved.crash_attempt = attempt
-        self._state.collecting_crash = True
-        self._start("crash", self._collect_crash(attempt))
-
-    async def _collect_crash(self, attempt: int) -> None:
-        try:
-            await self._evidence.collect_crash(attempt)
-        finally:
-            self._state.collecting_crash = False
 
     def end(self) -> None:
         """Only a last heartbeat is left to be sent."""
@@ -299,23 +285,6 @@ class ActionRunner:
             log.error("the outcome cannot be written (%s): trying again", error.strerror)
             return False
         return True
-
-    def cancel(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-
-    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` beside the loop, unless the same work is under way."""
-        running = self._tasks.get(name)
-        if running is not None and not running.done():
-            work.close()
-            return
-        if running is not None and running.exception() is not None:
-            log.error("%s failed", name, exc_info=running.exception())
-        self._tasks = {key: task for key, task in self._tasks.items() if not task.done()}
-        task = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._state.wakeup.set())
-        self._tasks[name] = task
 
     @property
     def may_launch(self) -> bool:
@@ -377,7 +346,7 @@ class ActionRunner:
         await self._keeper.request(op="attempt", number=attempt, args=args, env=env)
         if attempt > ATTEMPTS_KEPT:  # their evidence is in the job folder
             old = self._state.paths.attempt(attempt - ATTEMPTS_KEPT)
-            self._start("tidy", asyncio.to_thread(shutil.rmtree, old, ignore_errors=True))
+            self._state.work.start("tidy", asyncio.to_thread(shutil.rmtree, old, ignore_errors=True))
         self._state.saved.joined, self._state.joined_at = attempt, time.monotonic()
         self._state.saved_file.write()
         self._launcher.join(

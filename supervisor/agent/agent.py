@@ -190,7 +190,7 @@ class NodeAgent:
             await self._metrics.stop()
         finally:
             server.close()
-            self._actions.cancel()
+            self._state.work.cancel()
             for task in tasks:
                 task.cancel()
 
@@ -275,7 +275,7 @@ class NodeAgent:
         if keeper is not None and keeper.newest_attempt > self._state.saved.crash_attempt:
             attempt = keeper.newest_attempt
             if any(worker.status and not worker.stopped_by_us for worker in keeper.workers_of(attempt)):
-                self._actions.collect_crash(attempt)
+                self._evidence.start_crash(attempt)
 
     def _look(self, now: float) -> None:
         """Look at everything once."""

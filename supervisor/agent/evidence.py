@@ -84,8 +84,20 @@ class EvidenceCollector:
             if attempt < assignment.attempt or (attempt == assignment.attempt and number <= assignment.evidence_seen):
                 del held[attempt, number]
 
+    def start_crash(self, attempt: int) -> None:
+        """Collect what the failed ranks left behind, beside the agent's loop."""
+        self._state.saved.crash_attempt = attempt
+        self._state.collecting_crash = True
+        self._state.work.start("crash", self.collect_crash(attempt))
+
     async def collect_crash(self, attempt: int) -> None:
-        """What the failed ranks left. While all of them only blame a peer that still runs, wait for its end."""
+        """While all failed ranks only blame a peer that still runs, wait for its end."""
+        try:
+            await self._collect_crash(attempt)
+        finally:
+            self._state.collecting_crash = False
+
+    async def _collect_crash(self, attempt: int) -> None:
         began = time.monotonic()
         await self._look_at_disks()
         ended: dict[int, RankEnd] = {}

@@ -163,8 +163,6 @@ class OrphanHandler:
         self._scheduler = scheduler
         self._limits = limits
         self._fence_file, self._requeue_file = BlockingCalls("fence"), BlockingCalls("requeue")
-        self._fence_task: asyncio.Task[None] | None = None
-        self._question: asyncio.Task[None] | None = None
         self._started_at: float | None = None
         self._alone_since: float | None = None
         self._fence_read_at: float | None = None
@@ -191,15 +189,14 @@ class OrphanHandler:
                 f"{self._plan.node} has found no controller for {self._limits.no_controller_notice_s:.0f} s "
                 f"({self._link.problem}): does every node see the same folder {self._job_dir}?"
             )
-        if duties.read_fence and _is_done(self._fence_task):
+        work = self._state.work
+        if duties.read_fence and not work.is_running("fence"):
             self._fence_read_at = now
-            self._fence_task = asyncio.get_running_loop().create_task(self._kill_older_attempts())
-        if duties.question_due and _is_done(self._question):
+            work.start("fence", self._kill_older_attempts())
+        if duties.question_due and not work.is_running("question"):
             self._question_at = now
             if duties.ask_scheduler:
-                self._question = asyncio.get_running_loop().create_task(
-                    self._ask_scheduler(time.time() - now + self._alone_since)
-                )
+                work.start("question", self._ask_scheduler(time.time() - now + self._alone_since))
         if duties.end:
             return self._stopped()
         if duties.give_up:
@@ -299,7 +296,3 @@ class OrphanHandler:
             await self._requeue_file.run(work, self._limits.files_s)
         except (OSError, asyncio.TimeoutError) as error:
             log.warning("the record of the requeue cannot be written: %r", error)
-
-
-def _is_done(task: asyncio.Task[None] | None) -> bool:
-    return task is None or task.done()

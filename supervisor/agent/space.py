@@ -100,7 +100,6 @@ class SpaceMonitor:
         self._state = state
         self._cwd, self._local = Path(state.plan.cwd), state.paths.folder
         self._disks = BlockingCalls("room on disks")
-        self._look: asyncio.Task[None] | None = None
         self._next, self._pause = 0.0, FIRST_LOOK_S
         self._number = 0
         """Of the newest request."""
@@ -114,9 +113,8 @@ class SpaceMonitor:
         if wanted.number != self._number:
             self._number, self._state.space = wanted.number, None
             self._pause, self._next = FIRST_LOOK_S, now
-        if now < self._next or (self._look is not None and not self._look.done()):
-            return
-        self._look = asyncio.create_task(self._look_once(wanted))
+        if now >= self._next:
+            self._state.work.start("space", self._look_once(wanted), wakes=False)
 
     async def _look_once(self, wanted: SpaceWanted) -> None:
         saved = self._state.written_folders

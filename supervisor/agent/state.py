@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -118,6 +119,34 @@ def _fulfil(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
+class BackgroundWork:
+    """Work that takes time, beside the agent's loop: of each kind one at most."""
+
+    def __init__(self, wakeup: Wakeup) -> None:
+        self._wakeup = wakeup
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def is_running(self, name: str) -> bool:
+        return name in self.tasks and not self.tasks[name].done()
+
+    def start(self, name: str, work: Coroutine[Any, Any, None], *, wakes: bool = True) -> None:
+        """Begin `work`, unless work of that name is under way. `wakes`: its end wakes the agent."""
+        if self.is_running(name):
+            work.close()
+            return
+        before = self.tasks.get(name)
+        if before is not None and not before.cancelled() and before.exception() is not None:
+            log.error("%s failed", name, exc_info=before.exception())
+        self.tasks = {key: task for key, task in self.tasks.items() if not task.done()}
+        self.tasks[name] = task = asyncio.get_running_loop().create_task(work)
+        if wakes:
+            task.add_done_callback(lambda _: self._wakeup.set())
+
+    def cancel(self) -> None:
+        for task in self.tasks.values():
+            task.cancel()
+
+
 class Notices:
     """Lines for people. The front prints the lines of the file on the user's terminal."""
 
@@ -175,6 +204,7 @@ class AgentState:
         self.saved = self.saved_file.state
         """What the next agent must know: changed by whoever does it, written by `Agent` with each look."""
         self.wakeup = Wakeup()
+        self.work = BackgroundWork(self.wakeup)
         self.notices = Notices(self.paths.notices)
         self.findings = FindingQueue(self.saved)
         self.assignment: Assignment | None = None
@@ -194,7 +224,7 @@ class AgentState:
         self.evidence: dict[tuple[int, int], NodeEvidence] = {}
         """(attempt, request) -> evidence that the controller has not acknowledged. By `EvidenceCollector`."""
         self.collecting_crash = False
-        """Ranks have failed, and their evidence is not complete yet. By `ActionRunner`."""
+        """Ranks have failed, and their evidence is not complete yet. By `EvidenceCollector`."""
         self.written_folders: tuple[Path, ...] = ()
         """Folders that the ranks write checkpoints to. By `Agent`."""
         self.space: SpaceReported | None = None

@@ -57,7 +57,7 @@ def test_the_newest_assignment_counts_and_what_is_out_of_bounds_is_ignored(agent
 def test_a_new_state_of_the_keeper_is_handled_before_it_is_reported(agent: NodeAgent) -> None:
     """It may come while the keeper is asked for something: the end of a rank never goes out without its evidence."""
     sent, crashes = heartbeats(agent), []
-    agent._actions.collect_crash = crashes.append  # type: ignore[method-assign]
+    agent._evidence.start_crash = crashes.append  # type: ignore[method-assign]
     agent._state.set_keeper(KeeperState(workers=(WORKER,)))
     agent._report(100.0)
     assert sent == []

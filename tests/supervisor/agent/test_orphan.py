@@ -196,8 +196,8 @@ async def looks(one: OrphanHandler, *times: float) -> list[Outcome | None]:
     outcomes = []
     for now in times:
         outcomes.append(one.look(now))
-        for task in (one._fence_task, one._question):
-            if task is not None:
+        for task in one._state.work.tasks.values():
+            if not task.done():
                 await asyncio.wait_for(asyncio.shield(task), 60)
     return outcomes
 
