@@ -9,6 +9,7 @@ waits: only the newest heartbeat is kept, and it is sent again on a new connecti
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import logging
 import os
@@ -17,7 +18,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -26,7 +27,6 @@ import h11
 import msgspec
 
 from diagnosis.signals import clean_text
-from supervisor.agent.websocket import WebSocket, connect
 from supervisor.blocking import timeout
 from supervisor.config import NodePlan
 from supervisor.errors import InternalError
@@ -42,6 +42,7 @@ from supervisor.messages import (
     decode_controller_message,
     encode,
 )
+from supervisor.wire import websocket as ws
 from supervisor.wire.authentication import (
     AGENT_PATH,
     CHALLENGE_HEADER,
@@ -53,8 +54,8 @@ from supervisor.wire.authentication import (
     exchange_of,
     new_nonce,
 )
-from supervisor.wire.peers import not_private, own_users
-from supervisor.wire.tls import explain
+from supervisor.wire.peers import not_private, own_users, peer_uid
+from supervisor.wire.tls import client_context, explain
 
 log = logging.getLogger("unbroken.link")
 
@@ -242,25 +243,25 @@ class Link:
     async def _once(self, on_message: Callable[[ControllerMessage], None]) -> None:
         controller, token = await self._find_controller()
         self.url = controller.url.rstrip("/")
-        ws, exchange = await self._patiently(self._open_at(controller, SharedSecret(token)), (controller, token))
+        opened, exchange = await self._patiently(self._open_at(controller, SharedSecret(token)), (controller, token))
         self._session = SharedSecret(token).session(exchange, controller=False)
         self._epoch = exchange.epoch
         self._distrusted_since, self.distrust = None, ""
         sender: asyncio.Task[None] | None = None
         try:
-            self.address = self._hello.address or ws.local_address or urlsplit(self.url).hostname or ""
-            ws.write(self._session.out.seal(encode(msgspec.structs.replace(self._hello, address=self.address))))
-            await ws.drain()
+            self.address = self._hello.address or opened.local_address or urlsplit(self.url).hostname or ""
+            opened.write(self._session.out.seal(encode(msgspec.structs.replace(self._hello, address=self.address))))
+            await opened.drain()
             self.connected = True
             self.connections += 1
             self.clock.connected()
-            sender = asyncio.create_task(self._send(ws))
-            await self._receive(ws, self._session, on_message)
+            sender = asyncio.create_task(self._send(opened))
+            await self._receive(opened, self._session, on_message)
         finally:
             self.connected, self._open = False, None
             if sender is not None:
                 sender.cancel()
-            ws.close()
+            opened.close()
 
     async def _patiently(
         self, opening: Coroutine[None, None, tuple[WebSocket, Exchange]], found: tuple[ControllerAddress, str]
@@ -298,7 +299,7 @@ class Link:
             return {"Authorization": secret.authorization(exchanges[0], "GET", AGENT_PATH)}
 
         async with timeout(CONNECT_TIMEOUT_S if unix_socket else PATIENCE_S):
-            ws = await connect(
+            opened = await connect(
                 f"{self.url}{AGENT_PATH}",
                 introduce,
                 connect_s=CONNECT_TIMEOUT_S,
@@ -308,7 +309,7 @@ class Link:
                 unix_socket=unix_socket,
             )
         self.through = "unix" if unix_socket else "tls" if self.url.startswith("https") else "tcp"
-        return ws, exchanges[0]
+        return opened, exchanges[0]
 
     async def _find_controller(self) -> tuple[ControllerAddress, str]:
         """Address and token, read in a thread, one read at a time: the job folder's file system may hang."""
@@ -321,23 +322,23 @@ class Link:
             if self._reading.done():
                 self._reading = None
 
-    async def _send(self, ws: WebSocket) -> None:
+    async def _send(self, opened: WebSocket) -> None:
         """Send the newest heartbeat, and each later one that could not be sent at once."""
         if self._newest is not None:
             self._posted.set()
         while True:
             await self._posted.wait()
             self._posted.clear()
-            if not self._send_newest(ws):
+            if not self._send_newest(opened):
                 return
-            self._open = ws
+            self._open = opened
             try:
-                await ws.drain()
+                await opened.drain()
             except OSError:
-                self._give_up(ws)
+                self._give_up(opened)
                 return
 
-    def _send_newest(self, ws: WebSocket) -> bool:
+    def _send_newest(self, opened: WebSocket) -> bool:
         """False where that fails: the connection is closed then."""
         newest = self._newest
         assert newest is not None
@@ -347,24 +348,26 @@ class Link:
             offset_s = None if best is None else round(best[0], 6)
             assert self._session is not None
             message = encode(msgspec.structs.replace(newest, asked_at=asked_at, clock_offset_s=offset_s))
-            ws.write(self._session.out.seal(message))
+            opened.write(self._session.out.seal(message))
             self._done_sent = newest.done
             return True
         except Exception as error:
             if not isinstance(error, OSError):
                 log.exception("a heartbeat could not be sent")
-            self._give_up(ws)
+            self._give_up(opened)
             return False
 
-    def _give_up(self, ws: WebSocket) -> None:
+    def _give_up(self, opened: WebSocket) -> None:
         """Close the connection: without a sender the node would count as silent. The reader ends, and the link
         reconnects."""
         self._open = None
-        ws.close()
+        opened.close()
 
-    async def _receive(self, ws: WebSocket, session: Session, on_message: Callable[[ControllerMessage], None]) -> None:
+    async def _receive(
+        self, opened: WebSocket, session: Session, on_message: Callable[[ControllerMessage], None]
+    ) -> None:
         """Raises Forged, a ValueError."""
-        async for frame in ws.messages():
+        async for frame in opened.messages():
             data = session.into.open(frame)
             try:
                 message = decode_controller_message(data)
@@ -508,3 +511,202 @@ class ClockOffset:
 
 def _error_s(sample: ClockSample, mono: float) -> float:
     return sample.error_s + CLOCK_DRIFT * (mono - sample.mono)
+
+
+HAPPY_EYEBALLS_S: Final = 0.25
+PONG_WITHIN: Final = 5.0
+"""A ping is to be answered within so many times the silence before it. A host that is gone is found sooner
+(`_confirm_within`); a program that is slow is as slow on another connection, and has more to do then."""
+TLS_PATIENCE: Final = 3.0
+"""The handshake of TLS needs the other program, which may be slow."""
+_CHUNK: Final = 1 << 16
+_QUIET_ENDS: Final = frozenset({ws.NORMAL, ws.GOING_AWAY, 1005, 1006})
+"""Codes of a normal end; others report a breach of the protocol."""
+
+
+class WebSocketError(InternalError, ConnectionError):
+    """The other end does not speak WebSocket, or not as it must."""
+
+
+class WebSocket:
+    """One open connection. `send` may wait for room; `messages` is to be read by one task, to its end."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ping_s: float, max_bytes: int
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._ping_s = ping_s
+        self._frames = ws.FrameReader(max_bytes, masked=False)
+        self._first = b""
+        """What came with the end of the handshake."""
+        self._is_open = False
+        self._received = 0
+        """Reads that brought something: signs of life."""
+        local = writer.get_extra_info("sockname")
+        self.local_address = str(local[0]) if isinstance(local, tuple) else ""
+        """Empty for a unix socket."""
+
+    async def send(self, message: bytes) -> None:
+        """Raises OSError when the connection is lost."""
+        self.write(message)
+        await self.drain()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was written has left."""
+        transport = self._writer.transport
+        # One that is lost has no buffer to ask about (TLS, Python 3.10).
+        return not transport.is_closing() and transport.get_write_buffer_size() == 0
+
+    async def drain(self) -> None:
+        """Wait for room. Raises OSError when the connection is lost."""
+        await self._writer.drain()
+
+    def write(self, message: bytes) -> None:
+        """Send it without waiting. Raises OSError when the connection is lost."""
+        if not self._is_open:
+            raise WebSocketError("the connection is not open")
+        self._say(ws.BINARY, message)
+
+    def _say(self, opcode: int, payload: bytes) -> None:
+        self._writer.write(ws.frame(opcode, payload, os.urandom(4)))
+
+    async def open(self, host: str, target: str, headers: Mapping[str, str]) -> None:
+        """Shake hands. Raises OSError, and ValueError for a header of several lines."""
+        key = base64.b64encode(os.urandom(16))
+        http = h11.Connection(h11.CLIENT)
+        given = [("Host", host), ("Upgrade", "websocket"), ("Connection", "Upgrade"), *headers.items()]
+        given += [("Sec-WebSocket-Key", key.decode()), ("Sec-WebSocket-Version", "13")]
+        try:
+            request = http.send(h11.Request(method="GET", target=target, headers=given))
+        except h11.LocalProtocolError as error:
+            raise ValueError(f"a header cannot be sent: {error}") from None
+        self._writer.write((request or b"") + (http.send(h11.EndOfMessage()) or b""))
+        try:
+            while (event := http.next_event()) is h11.NEED_DATA:
+                http.receive_data(await self._reader.read(_CHUNK))
+        except h11.ProtocolError as error:
+            raise WebSocketError(clean_text(f"the port does not speak HTTP as it must: {error}", 200)) from error
+        if isinstance(event, h11.Response):
+            raise WebSocketError(f"the port answers with HTTP status {event.status_code}")
+        if not isinstance(event, h11.InformationalResponse) or event.status_code != 101:
+            raise WebSocketError("the port closed the connection instead of an answer")
+        if dict(event.headers).get(b"sec-websocket-accept") != ws.accept_token(key):
+            raise WebSocketError("the port does not speak WebSocket as it must: it has not read the request's key")
+        self._first, self._is_open = http.trailing_data[0], True
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """The messages of the other end, until the connection ends in whatever way. Raises WebSocketError."""
+        watch = asyncio.create_task(self._watch())
+        data = self._first
+        try:
+            while True:
+                for opcode, payload in self._frames.feed(data):
+                    if opcode == ws.CLOSE:
+                        _raise_for(payload)
+                        return
+                    if opcode == ws.PING:
+                        self._say(ws.PONG, payload)
+                    elif opcode != ws.PONG:
+                        yield payload
+                data = await self._reader.read(_CHUNK)
+                if not data:
+                    return
+                self._received += 1
+        except ws.FrameError as error:
+            raise WebSocketError(f"the port does not speak WebSocket as it must: {error}") from error
+        except OSError as error:
+            if isinstance(error, WebSocketError):
+                raise
+        finally:
+            watch.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Say goodbye and end; what was sent still leaves. Whoever reads `messages` comes to their end."""
+        if self._is_open:
+            self._is_open = False
+            self._say(ws.CLOSE, ws.NORMAL.to_bytes(2, "big"))
+        self._writer.close()
+
+    async def _watch(self) -> None:
+        """Ask for a sign of life after a silence, and give the connection up when none comes."""
+        while True:
+            before = self._received
+            await asyncio.sleep(self._ping_s)
+            if self._received > before:
+                continue
+            self._say(ws.PING, b"")
+            await asyncio.sleep(PONG_WITHIN * self._ping_s)
+            if self._received == before:
+                self._writer.transport.abort()
+                return
+
+
+def _raise_for(goodbye: bytes) -> None:
+    """`goodbye`: of the other end. Raises WebSocketError where it is not a normal one."""
+    code = int.from_bytes(goodbye[:2], "big")
+    if goodbye and code not in _QUIET_ENDS:
+        why = clean_text(goodbye[2:].decode(errors="replace"), 100)
+        raise WebSocketError(f"the connection broke off: {why} (code {code})")
+
+
+Introduction = Callable[[asyncio.StreamReader, asyncio.StreamWriter, str], Awaitable[Mapping[str, str]]]
+"""What is said before the WebSocket is asked for, on the same connection: its reader, its writer and the host. Gives
+the headers of the request."""
+
+
+async def connect(
+    url: str,
+    introduce: Introduction,
+    *,
+    connect_s: float,
+    ping_s: float,
+    max_bytes: int,
+    tls_ca: str = "",
+    unix_socket: str = "",
+) -> WebSocket:
+    """Open a connection to `http(s)://host:port/path`, or to the same path of a `unix_socket` of our own user.
+
+    `connect_s`: for the other host to take the connection (with TLS: to shake hands), and to confirm what it was sent.
+    Its program may take longer to answer. Raises asyncio.TimeoutError, OSError, ValueError for a URL that is none, and
+    what `introduce` raises.
+    """
+    parts = urlsplit(url)
+    host, secure = parts.hostname, parts.scheme in ("https", "wss")
+    if not host:
+        raise ValueError(f"no host in {url!r}")
+    if unix_socket:
+        reader, writer = await _open_unix(unix_socket)
+    else:
+        tls = client_context(tls_ca) if secure else None
+        port = parts.port or (443 if secure else 80)
+        async with timeout(connect_s if tls is None else TLS_PATIENCE * connect_s):
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls, happy_eyeballs_delay=HAPPY_EYEBALLS_S)
+    opened = WebSocket(reader, writer, ping_s, max_bytes)
+    try:
+        _confirm_within(writer, connect_s)
+        await opened.open(parts.netloc, parts.path or "/", await introduce(reader, writer, parts.netloc))
+    except BaseException:
+        writer.transport.abort()
+        raise
+    return opened
+
+
+def _confirm_within(writer: asyncio.StreamWriter, seconds: float) -> None:
+    """So long the other host may take to confirm what it was sent: then the link is cut."""
+    connection = writer.get_extra_info("socket")
+    if connection.family != socket.AF_UNIX:
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * seconds))
+
+
+async def _open_unix(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises OSError, also where somebody else listens there."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    uid = peer_uid(writer.get_extra_info("socket"))
+    if uid not in own_users():
+        writer.transport.abort()
+        raise PermissionError(1, f"a process of user {uid} listens on {path}")
+    return reader, writer

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import WSMsgType, web
 
-from supervisor.agent.websocket import WebSocket, WebSocketError, connect
+from supervisor.agent.link import WebSocket, WebSocketError, connect
 
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 
