@@ -23,6 +23,7 @@ from supervisor.messages import (
     NodeLost,
     OperatorCommand,
     Progressed,
+    TimerFired,
     WorkersStarted,
 )
 
@@ -80,6 +81,17 @@ def test_a_node_that_never_came_back_is_lost_and_a_new_one_is_not(rig: Any) -> N
     rig.go(scenario())
 
 
+def test_a_timer_survives_its_controller(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as first, rig.agent(first.address) as one:
+            await rig.until(lambda: one.newest)
+        async with rig.controller() as second:
+            await rig.until(lambda: any(isinstance(event, TimerFired) for event in second.job.seen))
+        assert [event.timer for event in rig.journalled(TimerFired)] == ["soon"]
+
+    rig.go(scenario())
+
+
 def test_the_older_of_two_controllers_ends(rig: Any) -> None:
     async def scenario() -> None:
         async with rig.controller() as first, rig.agent(first.address) as one:
@@ -92,6 +104,19 @@ def test_the_older_of_two_controllers_ends(rig: Any) -> None:
                 assert one.newest is not None
                 assert one.newest.version == version
                 assert not any(isinstance(event, OperatorCommand) for event in second.job.seen)
+
+    rig.go(scenario())
+
+
+def test_it_ends_with_the_outcome_and_stays_ended(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            await rig.override(running, "stop")
+            outcome = await asyncio.wait_for(running.task, 30.0)
+            assert outcome is not None
+            assert outcome.state == "stopped"
+        async with rig.controller() as again:
+            assert await asyncio.wait_for(again.task, 30.0) == outcome
 
     rig.go(scenario())
 
@@ -187,6 +212,22 @@ def test_on_a_full_disk_a_pause_acts_at_once_and_is_journalled_before_what_waite
         assert [what for what, _ in told(rig)] == ["pause", "step", "restart"]
         async with rig.controller() as again:
             assert again.job.seen[: len(seen)] == seen
+
+    rig.go(scenario())
+
+
+def test_on_a_full_disk_a_stop_ends_the_job_and_is_journalled_if_there_is_room_again(rig: Any) -> None:
+    async def scenario() -> None:
+        async with stalled(rig, BadFile.full.set) as (running, one):
+            running.job.lasts = True
+            await rig.override(running, "stop")
+            one.beat(attempt=1)
+            await rig.until(lambda: sum(isinstance(event, Progressed) for event in running.job.seen) == 2)
+            BadFile.full.clear()
+            one.beat(attempt=1)
+            await rig.until(lambda: not running.loop.stall)
+        assert [what for what, _ in told(rig)] == ["stop", "step", "step", "step"]
+        assert told(rig)[0] == ("stop", True)
 
     rig.go(scenario())
 

@@ -251,3 +251,8 @@ def test_a_python_that_is_none(model_folder: Path, question: llm.Question, tmp_p
         asyncio.run(scenario("/bin/true"))
     with pytest.raises(ModelUnavailable, match=r"too much|ended with"):
         asyncio.run(scenario("/usr/bin/yes"))
+
+
+def test_nobody_to_be_named(question: llm.Question) -> None:
+    alone = msgspec.structs.replace(question, culprits=())
+    assert json.loads(written(alone, random.Random(1)))["culprits"] == []
