@@ -22,7 +22,7 @@ class Checkpoint(Frozen, frozen=True, kw_only=True):
 
     path: str
     step: int | None
-    """None when neither name nor content tells."""
+    """None when neither name nor content says it."""
     format: str
     """`torch_save`, `dcp`, `hf`, `megatron`, ..."""
     complete: bool
@@ -57,7 +57,7 @@ Preparation = SetAside | Restore
 
 
 class Resume(Frozen, frozen=True, kw_only=True):
-    """Where the next attempt starts, as the script is told."""
+    """Where the next attempt starts: what the script gets."""
 
     path: str = ""
     """Empty: from the beginning."""
@@ -225,7 +225,7 @@ def _why_not(found: Checkpoint, chosen: Checkpoint | None, not_after_step: int |
 
 
 def _bring_back(copy: Checkpoint, in_place: list[Checkpoint], not_after_step: int | None) -> Iterable[Preparation]:
-    """Put the chosen copy where the script looks, moving aside what stands there now."""
+    """Put the chosen copy where the script looks, and move aside what is there now."""
     for found in in_place:
         if found.path == copy.copy_of:
             why = _why_not(found, copy, not_after_step) or (_fault(found) if not found.complete else "")

@@ -25,7 +25,7 @@ SHARE_OF_JOB = 0.1
 REASON_LIMIT = 200
 VOUCHED_KEPT = 1000
 _KEY = re.compile(r"(gpu|incident|job|by)=")
-"""What stands before the reason itself, which is somebody's free text."""
+"""What comes before the reason itself, which is free text."""
 
 
 class Cordon(Frozen, frozen=True, kw_only=True):
@@ -178,7 +178,7 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Drained(NamedTuple):
-    """A node that is drained, as the scheduler tells it."""
+    """A drained node, as the scheduler reports it."""
 
     node: str
     at: float
@@ -192,7 +192,7 @@ def request_file(job: str, uid: int) -> str:
 
 
 def may_be_asked(reason: str, job: str) -> bool:
-    """Whether root's programs take this reason: a verdict of this job, not an order of somebody who can write to it."""
+    """Whether root's programs accept this reason: a verdict of this job, not somebody else's command."""
     return is_drain_of(reason, job) and reason.split()[1] in _CLASSES
 
 

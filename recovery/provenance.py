@@ -71,8 +71,8 @@ TICK_NS: Final = 20_000_000
 """File systems take the time of the last tick."""
 
 
-class Standing(NamedTuple):
-    """What stands at a path."""
+class FileState(NamedTuple):
+    """The file, folder or link at a path, as it is now."""
 
     kind: Kind | Literal["other"]
     inode: int
@@ -82,7 +82,7 @@ class Standing(NamedTuple):
     uid: int
 
 
-Look = Callable[[str], "Standing | None"]
+Look = Callable[[str], "FileState | None"]
 
 
 class Write(NamedTuple):
@@ -124,7 +124,7 @@ class Item(Frozen, frozen=True, kw_only=True):
 class _Pending(NamedTuple):
     pid: int
     before: object
-    """What stood there before it was opened; None: nothing; True: it is ours whatever stands there."""
+    """The file that was there before it was opened; None: nothing; True: whatever is there is ours."""
     renamed_from: str = ""
     inode: int = 0
     """Of the file that the rank has opened, where that is known."""
@@ -132,7 +132,7 @@ class _Pending(NamedTuple):
     """When it was opened first, of several times that nobody has looked at yet."""
 
 
-def look(path: str) -> Standing | None:
+def look(path: str) -> FileState | None:
     """Links are not followed."""
     try:
         about = os.lstat(path)
@@ -142,7 +142,7 @@ def look(path: str) -> Standing | None:
     kind: Kind | Literal["other"] = (
         "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "link" if stat.S_ISLNK(mode) else "other"
     )
-    return Standing(kind, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_uid)
+    return FileState(kind, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_uid)
 
 
 class Provenance:
@@ -172,7 +172,7 @@ class Provenance:
     # ----- what ranks did -----
 
     def note(self, writes: Iterable[Write]) -> None:
-        """In the order in which it was done. What was noted before changes nothing."""
+        """Record what ranks did, in that order. What was recorded before changes nothing."""
         for write in writes:
             self._last.pop(write.pid, None)
             self._last[write.pid] = write.path
@@ -291,7 +291,7 @@ class Provenance:
             self._put(path, _settled(Item(kind=_kind(found), at_ns=at_ns, copy_of=copy_of), found), None)
 
     def learn(self, items: dict[str, Item]) -> None:
-        """From another record of the same job; the newer word counts."""
+        """Take items from another record of the same job; the newer item counts."""
         for path, item in items.items():
             held = self.items.get(path)
             if held is None or (path not in self._pending and _age(held) < _age(item)):
@@ -326,8 +326,8 @@ class Provenance:
         self._bound()
 
     @staticmethod
-    def _is_done(item: Item, waiting: _Pending, found: Standing | None, is_open: bool) -> bool:
-        """Whether what stands there is what the rank made."""
+    def _is_done(item: Item, waiting: _Pending, found: FileState | None, is_open: bool) -> bool:
+        """Whether the file that is there is the one that the rank made."""
         if found is None or found.kind != item.kind:
             return False
         if waiting.renamed_from:
@@ -336,7 +336,7 @@ class Provenance:
         return [found.inode, found.size, found.mtime_ns] != waiting.before
 
     def _return(self, path: str, item: Item, waiting: _Pending) -> None:
-        """It never came to be: a rename that failed leaves the source as it was."""
+        """The rename has failed: the source is as it was."""
         del self.items[path]
         found = self._look(waiting.renamed_from) if waiting.renamed_from else None
         if found is not None and waiting.renamed_from not in self.items:
@@ -346,7 +346,7 @@ class Provenance:
         self.changes += 1
 
     def _bound(self) -> None:
-        """What is gone goes first, then what was written longest ago."""
+        """Forget what no longer exists first, then what was written longest ago."""
         too_many = len(self.items) - ITEMS_KEPT
         if too_many <= 0:
             return
@@ -360,7 +360,7 @@ class Provenance:
     # ----- what is ours -----
 
     def owns(self, path: str) -> bool:
-        """Whether what stands there now is what our ranks left (of a folder: that they made it)."""
+        """Whether the file there now is as our ranks left it (a folder: whether they made it)."""
         item, found = self.items.get(path), self._look(path)
         return item is not None and found is not None and _same(item, found)
 
@@ -387,8 +387,8 @@ class Provenance:
                 return f"{inside[len(path) + 1 :]} in it was changed by somebody else"
         return ""
 
-    def _why_shared(self, folder: str, item: Item, about: Standing) -> str:
-        strange: list[tuple[str, Standing]] = []
+    def _why_shared(self, folder: str, item: Item, about: FileState) -> str:
+        strange: list[tuple[str, FileState]] = []
         last_ns, again = 0, False
         for number, path in enumerate(_below(folder)):
             found = self._look(path)
@@ -419,13 +419,13 @@ class Provenance:
         return ""
 
     def _died_in(self, folder: str) -> int:
-        """When a rank ended whose last deed was in this folder; 0 for none."""
+        """When a rank ended whose last write was in this folder; 0 for none."""
         inside = (pid for pid, path in self._last.items() if path == folder or path.startswith(folder + "/"))
         return max((self._ended.get(pid, 0) for pid in inside), default=0)
 
 
 def _is_it(item: Item, waiting: _Pending | None, was: tuple[object, ...]) -> bool:
-    """Whether what stood there when it was renamed is what a rank had written."""
+    """Whether the file that was renamed is the one that a rank had written."""
     if waiting is not None and waiting.before == list(was):
         return False  # opened, and not changed
     if waiting is not None and waiting.inode and not waiting.renamed_from and waiting.inode != was[0]:
@@ -436,7 +436,7 @@ def _is_it(item: Item, waiting: _Pending | None, was: tuple[object, ...]) -> boo
 
 
 def _is_opened_one(path: str, item: Item, waiting: _Pending, is_open: bool) -> bool:
-    """Whether a file is the one that the rank has opened, and no other that was put in its place since."""
+    """Whether a file is the one that the rank has opened: another may have been put in its place since."""
     if item.kind != "file" or waiting.renamed_from or is_open:
         return True
     about = born(path)
@@ -451,17 +451,17 @@ def _age(item: Item) -> tuple[int, bool]:
     return (item.at_ns, item.settled)
 
 
-def _kind(found: Standing) -> Kind:
+def _kind(found: FileState) -> Kind:
     return found.kind if found.kind != "other" else "file"
 
 
-def _settled(item: Item, found: Standing) -> Item:
+def _settled(item: Item, found: FileState) -> Item:
     return msgspec.structs.replace(
         item, inode=found.inode, size=found.size, mtime_ns=found.mtime_ns, ctime_ns=found.ctime_ns, settled=True
     )
 
 
-def _same(item: Item, found: Standing) -> bool:
+def _same(item: Item, found: FileState) -> bool:
     if item.kind != found.kind or item.inode != found.inode:
         return False
     return item.kind == "folder" or not item.settled or item.version == (found.inode, found.size, found.mtime_ns)

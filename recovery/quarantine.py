@@ -25,17 +25,17 @@ from recovery.checkpoint import INCOMPLETE, Checkpoint, Preparation, Restore, Se
 from recovery.formats import inspect
 from recovery.formats.files import COPIES, SET_ASIDE, shape, step_in_name
 from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER, read_pointer
-from recovery.formats.scan import CheckpointScanner, Seen, stale_pointer
+from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints, stale_pointer
 from recovery.provenance import Provenance
 
 
 class Bounds(Protocol):
-    """What of the files on storage this job may change, whoever asks for it."""
+    """Which files on storage this job may change, whoever asks for it."""
 
     job: str
     """Its folder; empty where it does not matter."""
     marks: tuple[bytes, ...]
-    """One of these stands in the command line, or the environment, of each process of the job; none: all are its."""
+    """Each process of the job has one of these words in its command line or environment; empty: all are the job's."""
 
     def why_not(self, path: Path) -> str:
         """Why a checkpoint, or a file beside it, may not be touched; empty when it may."""
@@ -44,13 +44,13 @@ class Bounds(Protocol):
         """Why a safe copy may not be put at `path`; empty when it may."""
 
     def smallest(self, path: Path) -> Path:
-        """What has to go for `path` to be out of the way: itself, or the folder that was made for it alone."""
+        """What is moved so that no script finds `path`: itself, or the folder that was made for it alone."""
 
     def inside(self, folder: Path) -> list[Checkpoint]:
         """The job's checkpoints in a folder."""
 
     def changed(self, path: Path) -> None:
-        """It was put there for the job."""
+        """Record that the file was put there for the job."""
 
 
 class GivenFolders:
@@ -81,7 +81,7 @@ class GivenFolders:
         pass
 
 
-class SeenByRanks:
+class WrittenByRanks:
     """What ranks of the job were seen to write, as long as nobody else has touched it."""
 
     def __init__(self, provenance: Provenance, job: str = "", marks: tuple[bytes, ...] = ()) -> None:
@@ -98,14 +98,14 @@ class SeenByRanks:
         return "" if item is not None and item.copy_of == str(path) else "the copy is not of this file"
 
     def smallest(self, path: Path) -> Path:
-        """A folder with nothing else in it, which was made for this save (`save40/state.pt`), would be picked empty."""
+        """A folder that was made for this save alone (`save40/state.pt`) goes, too: a script would pick it, empty."""
         folder = path.parent
         if path.is_dir() or not shape(folder.name) or self.why_not(folder):
             return path
         return folder if os.listdir(folder) == [path.name] else path
 
     def inside(self, folder: Path) -> list[Checkpoint]:
-        scanner = CheckpointScanner(seen=Seen(self._provenance))
+        scanner = CheckpointScanner(seen=WrittenCheckpoints(self._provenance))
         found = scanner.scan([], time.time(), at_rest=True)
         return [one for one in found if Path(one.path).parent == folder and not one.copy_of]
 
@@ -119,7 +119,7 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 def user_of(path: Path, marks: tuple[bytes, ...]) -> tuple[str, bool]:
-    """A live process of this node that stands in the way of a move, in words (empty for none), and whether it is ours.
+    """A live process of this node that forbids a move, in words (empty for none), and whether it is ours.
 
     Of ours it is one that writes there; of somebody else's one that has anything of it open.
     """
@@ -145,7 +145,7 @@ def user_of(path: Path, marks: tuple[bytes, ...]) -> tuple[str, bool]:
 
 
 def _is_of(process: Path, marks: tuple[bytes, ...]) -> bool:
-    """A fork of the keeper has its command line, what a rank starts has the rank's environment."""
+    """A fork of the keeper has the keeper's command line; what a rank starts has the rank's environment."""
     words = (process / "cmdline").read_bytes().split(b"\0") + (process / "environ").read_bytes().split(b"\0")
     return not set(marks).isdisjoint(words)
 
@@ -289,7 +289,7 @@ def point(link: Path, target: str) -> None:
 
 
 def undo(record: QuarantineRecord) -> None:
-    """Reverse what a record tells. Raises PreparationError when something stands in its place."""
+    """Reverse what a record says was done. Raises PreparationError when something else is in its place."""
     path = Path(record.path)
     if record.done == "set_aside":
         home, name = Path(record.moved_to).parent, Path(record.moved_to).name
@@ -332,7 +332,7 @@ def _same_file(one: os.stat_result, other: os.stat_result) -> bool:
 
 
 def _put_back(moved: Path, path: Path) -> None:
-    """Where it was, unless something stands there again."""
+    """Move it back, unless something is there again."""
     if not os.path.lexists(path):
         os.rename(moved, path)
 
@@ -715,7 +715,7 @@ def _why_not_brought_back(copy: Path, path: Path, bounds: Bounds) -> str:
 
 
 def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) -> tuple[list[str], bool]:
-    """What was done, in words, and whether nothing stands in the way any more."""
+    """What was done, in words, and whether the path is free now."""
     if not os.path.lexists(path) or (copy is not None and copy.exists() and same_version(copy.stat(), path)):
         return [], True
     if copy is not None and (strange := _why_not_brought_back(copy, path, bounds)):

@@ -158,10 +158,10 @@ class _Done(NamedTuple):
     """None: it did not end in time."""
     out: str
     words: str
-    """What it said of an error."""
+    """What it printed about an error."""
 
 
-class _Standing(NamedTuple):
+class _NodeState(NamedTuple):
     state: str
     reason: str
     """Empty: none."""
@@ -204,26 +204,26 @@ class Slurm:
         return slurm_job(environment, time.time())
 
     async def drain(self, node: str, reason: str) -> Answer:
-        standing = await self._standing(node)
-        if isinstance(standing, Answer):
-            return standing
-        if standing.ours and standing.drained:
-            return Answer(outcome="already", text=f"{node} is {standing.state}: {standing.reason}")
-        if standing.drained or (standing.reason and not standing.ours):
-            return _foreign(node, standing)
+        found = await self._node_state(node)
+        if isinstance(found, Answer):
+            return found
+        if found.ours and found.drained:
+            return Answer(outcome="already", text=f"{node} is {found.state}: {found.reason}")
+        if found.drained or (found.reason and not found.ours):
+            return _foreign(node, found)
         text = reason if reason.startswith(PREFIX) else f"{PREFIX} {reason}"
         text = clean_line(text, REASON_LIMIT).replace('"', "'")
         done = await self._run("scontrol", "update", f"NodeName={node}", "State=DRAIN", f"Reason={text}")
         return _answer(done, f"{node} gets no new jobs: {text}")
 
     async def undrain(self, node: str, job: str) -> Answer:
-        standing = await self._standing(node)
-        if isinstance(standing, Answer):
-            return standing
-        if not standing.drained and not standing.ours:
-            return Answer(outcome="already", text=f"{node} is {standing.state}")
-        if not is_drain_of(standing.reason, job):
-            return _foreign(node, standing)
+        found = await self._node_state(node)
+        if isinstance(found, Answer):
+            return found
+        if not found.drained and not found.ours:
+            return Answer(outcome="already", text=f"{node} is {found.state}")
+        if not is_drain_of(found.reason, job):
+            return _foreign(node, found)
         done = await self._run("scontrol", "update", f"NodeName={node}", "State=UNDRAIN")
         return _answer(done, f"{node} is in service again")
 
@@ -285,8 +285,8 @@ class Slurm:
         seen = await self._run("squeue", "--noheader", f"--jobs={target}", "--format=%k")
         if seen.code != 0:
             return _answer(seen, "")
-        standing = clean_line(seen.out, 1000).strip()
-        if standing not in ("", "(null)") and not standing.startswith(PREFIX):
+        found = clean_line(seen.out, 1000).strip()
+        if found not in ("", "(null)") and not found.startswith(PREFIX):
             return Answer(outcome="foreign", text=f"job {job} has a comment of its user")
         text = clean_line(text, REASON_LIMIT).replace('"', "'")
         done = await self._run("scontrol", "update", f"JobId={target}", f"Comment={text}")
@@ -390,8 +390,8 @@ class Slurm:
         nodes = nodes_of(listed.out, (*held, *gone), users)
         return Room(where, needs, nodes, frozenset(demanded), frozenset(held)), users
 
-    async def _standing(self, node: str) -> _Standing | Answer:
-        """How the node stands now, or why that cannot be said."""
+    async def _node_state(self, node: str) -> _NodeState | Answer:
+        """The state of the node now, or why it cannot be read."""
         if not _NODE.fullmatch(node):
             return Answer(outcome="failed", text=f"{clean_line(node, 40)!r} is no node's name")
         seen = await self._run("sinfo", "--all", "--noheader", "--Node", f"--nodes={node}", "--format=%T|%E")
@@ -401,7 +401,7 @@ class Slurm:
         if not bar:
             return Answer(outcome="failed", text=f"Slurm has no node {node}")
         reason = clean_line(reason, 1000).strip()
-        return _Standing(state.strip().lower(), "" if reason.lower() == "none" else reason)
+        return _NodeState(state.strip().lower(), "" if reason.lower() == "none" else reason)
 
     async def _run(self, *command: str) -> _Done:
         try:
@@ -509,9 +509,9 @@ def _kept(nodes: tuple[str, ...], room: Room) -> str:
     )
 
 
-def _foreign(node: str, standing: _Standing) -> Answer:
-    why = f": {standing.reason}" if standing.reason else ""
-    return Answer(outcome="foreign", text=f"{node} is {standing.state} for another reason{why}")
+def _foreign(node: str, found: _NodeState) -> Answer:
+    why = f": {found.reason}" if found.reason else ""
+    return Answer(outcome="foreign", text=f"{node} is {found.state} for another reason{why}")
 
 
 # ----- no scheduler -----

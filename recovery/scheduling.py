@@ -1,6 +1,6 @@
 """Schedulers: who gave the job its nodes, and can take one out of service or start the job again.
 
-A `Scheduler` acts on orders of the job and decides nothing. Every call ends within its deadline, also when the
+A `Scheduler` acts on requests of the job and decides nothing. Every call ends within its deadline, also when the
 scheduler's daemons hang. Plug-ins: entry-point group `unbroken.schedulers`.
 """
 
@@ -16,9 +16,9 @@ PREFIX = "unbroken:"
 
 
 RequestOutcome = Literal["done", "already", "foreign", "denied", "unavailable", "unsupported", "failed"]
-"""What became of an order to the scheduler. `already`: it was so; `foreign`: somebody else's reason stands and is left
-alone; `denied`: we lack the rights; `unavailable`: no answer in time, worth another try; `unsupported`: this scheduler
-cannot do it."""
+"""What became of a request to the scheduler. `already`: it was so; `foreign`: somebody else's reason is there, and is
+left alone; `denied`: we lack the rights; `unavailable`: no answer in time, worth another try; `unsupported`: this
+scheduler cannot do it."""
 
 
 class Answer(Frozen, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class Scheduler(Protocol):
         """No new work for `node`; running jobs go on. Never over a foreign reason, which is read again just before."""
 
     async def undrain(self, node: str, job: str) -> Answer:
-        """Back into service, if the reason that stands is one that `job` gave (`recovery.cordon.is_drain_of`)."""
+        """Back into service, if the reason that is shown is one that `job` gave (`recovery.cordon.is_drain_of`)."""
 
     async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:
         """Start the job again at once, on other nodes than `exclude`, and than `avoid` where there are enough others.
@@ -87,7 +87,7 @@ class Scheduler(Protocol):
         """Have the scheduler's own record of the job say `text`, where nobody else's words stand there."""
 
     async def starts_again(self, job: str, requeues: int) -> bool:
-        """Whether the job that is being ended now is to start again by itself (preempted, or by somebody's order),
+        """Whether the job that is being ended now is to start again by itself (preempted, or requeued by somebody),
         after `requeues` new starts. False also where that is not known."""
 
     async def headless(self, job: str) -> str:

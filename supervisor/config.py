@@ -171,7 +171,7 @@ class OpinionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What Prometheus is told (docs/metrics.md)."""
+    """What Prometheus reads (docs/metrics.md)."""
 
     enabled: Annotated[bool, _knob("Controller and agents answer `/metrics` to whoever reaches the port.", "node")] = (
         True

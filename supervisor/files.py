@@ -203,7 +203,7 @@ def read_token(path: Path, *, shared: bool = False) -> str:
 
 
 def is_ours(found: os.stat_result, folder: Path) -> bool:
-    """Whether a file found in `folder` was made by this user, also where a server calls root somebody else."""
+    """Whether a file found in `folder` was made by this user, also on a file server that maps root to another user."""
     if found.st_uid == os.geteuid():
         return True
     if os.geteuid() != 0:

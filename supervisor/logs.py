@@ -1,4 +1,4 @@
-"""What our daemons write to their logs: bounded lines, few repetitions, and nothing that a stranger has sent.
+"""What our daemons write to their logs: bounded lines, few repetitions, and no text that an unproven client has sent.
 
 The front keeps the files themselves small (`supervisor.run.front`), for what writes past this as well.
 """

@@ -16,9 +16,9 @@ from supervisor.messages import Outcome, Stage
 from supervisor.node_diff import Difference
 
 PHASES = ("detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_step")
-"""The phases of a recovery. `detect`: failure to incident; `diagnose`: to the verdict; `decide`: to the order for the
-next attempt (back-off, nodes and approval are waited for here); `stop`: until the first launcher is back in rendezvous;
-`rendezvous`: until all are; `start`: until all workers stand; `first_step`: until the first step."""
+"""The phases of a recovery. `detect`: failure to incident; `diagnose`: to the verdict; `decide`: to the assignments for
+the next attempt (back-off, nodes and approval are waited for here); `stop`: until the first launcher is back in
+rendezvous; `rendezvous`: until all are; `start`: until all workers have started; `first_step`: until the first step."""
 
 JobStateName = Literal["IDLE", "STARTING", "RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"]
 """STOPPED: somebody asked for it (an operator, a signal, the scheduler): no failure."""
@@ -104,7 +104,7 @@ class CordonView(Frozen, frozen=True, kw_only=True):
     at: datetime.datetime
     until: datetime.datetime | None = None
     scheduler: str = ""
-    """What became of the order to drain the node: `asked for`, `drained`, `not drained: why`; empty: none was given."""
+    """What became of the request for a drain: `asked for`, `drained`, `not drained: why`; empty: there was none."""
 
 
 class BreakerView(Frozen, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class BreakerView(Frozen, frozen=True, kw_only=True):
     """Nodes that policy cordoned within the last hour."""
     limit: int
     tripped: bool
-    """The job is held because policy wanted to cordon more; `unbroken resume` starts the count anew."""
+    """The job is held because policy wanted to cordon more; `unbroken resume` starts the count from zero."""
 
 
 class CheckpointView(Frozen, frozen=True, kw_only=True):
@@ -139,7 +139,7 @@ class BudgetView(Frozen, frozen=True, kw_only=True):
 
 
 class PauseView(Frozen, frozen=True, kw_only=True):
-    """The operator's order that holds now."""
+    """The operator's pause that holds now."""
 
     at: datetime.datetime
     by: str
@@ -194,7 +194,7 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     name: str
     state: JobStateName | Literal["REQUEUED", "HUNG"]
     """REQUEUED: it has ended here as FAILED does, and the scheduler starts it again. HUNG: the ranks of a RUNNING job
-    stand, that is diagnosed, and nobody acts on it (mode observe, or a restart did not help)."""
+    hang, that is diagnosed, and nobody acts on it (mode observe, or a restart did not help)."""
     paused: bool
     pause: PauseView | None
     """Since when, by whom and why it is paused."""

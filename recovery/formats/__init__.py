@@ -1,8 +1,8 @@
 """Checkpoints as trainers write them, read without executing anything in them: the list of formats.
 
-`files` reads single files (torch, safetensors, DCP's metadata), and what a name tells. `folders` reads checkpoints that
-are folders. `scan` finds the newest again and again for next to nothing: in folders that were given (`Walk`), or among
-what ranks were seen to write (`Seen`).
+`files` reads single files (torch, safetensors, DCP's metadata), and what a name says. `folders` reads checkpoints that
+are folders. `scan` finds the newest again and again for next to nothing: in folders that were given (`FolderWalk`), or
+among what ranks were seen to write (`WrittenCheckpoints`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from recovery.formats.folders import (
     DeepSpeedFolder,
     HuggingFaceFolder,
     MegatronFolder,
-    SeenFolder,
     Trusts,
+    WrittenFolder,
 )
 
-__all__ = ["BUILT_IN", "CheckpointFormat", "Limits", "inspect", "load_formats", "recognize", "seen_formats"]
+__all__ = ["BUILT_IN", "CheckpointFormat", "Limits", "inspect", "load_formats", "recognize", "written_formats"]
 
 
 class CheckpointFormat(Protocol):
@@ -51,10 +51,10 @@ BUILT_IN: Final[tuple[CheckpointFormat, ...]] = (
     SafetensorsFile(),
     TorchFile(),
 )
-"""The first that recognizes a path has it: the most specific come first."""
+"""A path has the first format that recognizes it: the most specific come first."""
 
 
-def seen_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointFormat, ...]:
+def written_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointFormat, ...]:
     """Those for what ranks were seen to write, among much that may be somebody else's."""
     return (
         MegatronFolder(trusts=trusts),
@@ -62,7 +62,7 @@ def seen_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointFormat,
         DeepSpeedFolder(trusts=trusts),
         DcpFolder(trusts=trusts),
         AccelerateFolder(trusts=trusts),
-        SeenFolder(trusts, filled_once),
+        WrittenFolder(trusts, filled_once),
         SafetensorsFile(),
         TorchFile(),
     )

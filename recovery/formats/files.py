@@ -1,4 +1,4 @@
-"""What a name tells, and single files of checkpoints: read and never unpickled.
+"""What a name says, and single files of checkpoints: read and never unpickled.
 
 Files of `torch.save` (zip archives, and the format before torch 1.6), safetensors files (an eight-byte header length, a
 JSON header, tensor bytes up to the very end), and torch.distributed.checkpoint: `.metadata` (a pickle, renamed into
@@ -67,7 +67,7 @@ class Report(NamedTuple):
     """Integers at the top level of a pickled dictionary."""
 
 
-# ----- what a name tells -----
+# ----- what a name says -----
 
 _STEP_PATTERNS: Final = (
     re.compile(r"(?:global_?step|step|iter|iteration|batch)s?[=_\-.]?(\d{1,12})(?!\d)", re.IGNORECASE),
@@ -117,7 +117,7 @@ def says_step(name: str) -> bool:
 
 @functools.lru_cache(maxsize=16384)
 def step_in_name(name: str) -> int | None:
-    """The training step that a file or folder name tells (`checkpoint-10`, `iter_0000100`, `epoch=0-step=7.ckpt`)."""
+    """The training step in the name of a file or folder (`checkpoint-10`, `iter_0000100`, `epoch=0-step=7.ckpt`)."""
     for position, pattern in enumerate(_STEP_PATTERNS):
         found = pattern.search(name)
         if found and (position == 0 or not _EPOCH_FOLLOWS.search(name)):
@@ -154,7 +154,7 @@ def made(path: Path, format_name: str, report: Report, size: int, modified_at: f
 
 
 def made_of_file(path: Path, format_name: str, report: Report) -> Checkpoint:
-    """The same for a single file; its name tells the step where its content does not."""
+    """The same for a single file; the step is from its name where its content has none."""
     if report.step is None:
         report = report._replace(step=step_in_name(path.name))
     stat = os.stat(path)

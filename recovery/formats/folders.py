@@ -173,7 +173,7 @@ _OF_TRAINER: Final = re.compile(r"trainer_state\.json|training_args\.bin|rng_sta
 
 
 Trusts = Callable[[Path], bool]
-"""Whether what stands beside a checkpoint (a tracker file, another checkpoint) is this job's, and may be believed."""
+"""Whether a file or folder beside a checkpoint (a tracker file, another checkpoint) is this job's, and counts."""
 
 
 def everything(_: Path) -> bool:
@@ -417,12 +417,12 @@ def _kinds(names: list[str]) -> set[str]:
 
 
 def _holds_saves(path: Path, names: list[str]) -> bool:
-    """A file that tells a step of its own (`ckpt-4711/step_10.pt`): the folder is a run's, whatever it is called."""
+    """Whether a file has a step of its own in its name (`ckpt-4711/step_10.pt`): then the folder is that of a run."""
     own = step_in_name(path.name)
     return any(_kinds([name]) and says_step(name) and step_in_name(name) != own for name in names)
 
 
-class SeenFolder(AnyFolder):
+class WrittenFolder(AnyFolder):
     """The same among folders that ranks were seen to make: how they were filled says more than their names."""
 
     def __init__(self, trusts: Trusts, filled_once: Trusts, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -431,7 +431,7 @@ class SeenFolder(AnyFolder):
         self.filled_once = filled_once
 
     def recognize(self, path: Path) -> bool:
-        """One of several alike may lack files: the rank has died before it wrote them."""
+        """A folder beside others like it may lack files: the rank died before it wrote them."""
         if super().recognize(path):
             return True
         own = self._own_kinds(path) if shape(path.name) and not _holds_saves(path, _names(path)) else set()

@@ -1,8 +1,8 @@
 """Finding the newest checkpoints of a run, again and again, for next to nothing.
 
-In folders that were given, or among what this job's ranks were seen to write (`Seen`): then nothing else is opened.
-A checkpoint that has not changed since it was read is not read again. Only names and times are looked at once a
-second; a folder that was complete is listed again only when its own time changes, or once a minute.
+In folders that were given, or among what this job's ranks were seen to write (`WrittenCheckpoints`): then
+nothing else is opened. A checkpoint that has not changed since it was read is not read again. Only names and times are
+looked at once a second; a folder that was complete is listed again only when its own time changes, or once a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from diagnosis.signals import clean_text
 from recovery.checkpoint import POINTER, Checkpoint, is_beside
-from recovery.formats import BUILT_IN, CheckpointFormat, inspect, recognize, seen_formats
+from recovery.formats import BUILT_IN, CheckpointFormat, inspect, recognize, written_formats
 from recovery.formats.files import (
     COPIES,
     METADATA,
@@ -79,12 +79,12 @@ class _Written(NamedTuple):
     others: dict[str, int]
 
 
-class Seen:
+class WrittenCheckpoints:
     """`find` what may be a checkpoint, by what `provenance` knows."""
 
     def __init__(self, provenance: Provenance) -> None:
         self.provenance = provenance
-        self.formats: Sequence[CheckpointFormat] = seen_formats(
+        self.formats: Sequence[CheckpointFormat] = written_formats(
             lambda path: provenance.owns(str(path)), lambda path: self._filled_once(str(path))
         )
         self._distinct = [one for one in self.formats if one.name not in ("folder", "torch_save", "safetensors")]
@@ -167,7 +167,7 @@ class Seen:
         return bool(numbered) and self.provenance.owns(folder) and self._filled_once(folder)
 
     def without_foreign_step(self, read: list[Checkpoint], found: Iterable[str]) -> list[Checkpoint]:
-        """The checkpoints that were read, where one that a rank copied from another run tells no step.
+        """The checkpoints that were read, without the step of one that a rank copied from another run.
 
         A base model has the step of its own run, which would win over all saves of this one. It is known by this: of
         all checkpoints (`found`) it was written first, and once, and every later save has a lower step.
@@ -258,7 +258,7 @@ NAMES: Final = 50_000
 NEWEST: Final = 256
 """Of more numbered files (or folders) than that in one folder, so many with the highest numbers are looked at."""
 _SETTLED_S: Final = 2.0
-"""A folder that has not changed for so long need not be listed again: its time tells of the next change."""
+"""A folder that has not changed for so long need not be listed again: its time changes with the next change."""
 _DEPTH: Final = 3
 _TELLING: Final = (".metadata", "trainer_state.json", "random_states_0.pkl", "mp_rank_00", "mp_rank_00_model_states.pt")
 _FILE_SUFFIXES: Final = frozenset((*SUFFIXES, ".safetensors"))
@@ -338,7 +338,7 @@ def _highest(names: list[Name]) -> list[Name]:
     return [name for name in names if name in kept or step_in_name(name.name) is None]
 
 
-class Walk:
+class FolderWalk:
     """What is in a folder: paths that a format takes for checkpoints, tracker files, safe copies."""
 
     def __init__(self, takes: Callable[[str, os.stat_result], bool], listings: Listings | None = None) -> None:
@@ -478,7 +478,7 @@ REPORTED: Final = 8
 _READ_AT_MOST: Final = 32
 """Checkpoints read in one scan when the newest ones are all incomplete."""
 _SMALL: Final = 1 << 30
-"""A file up to this size is copied even if nothing tells that this run wrote it."""
+"""A file up to this size is copied even if nothing shows that this run wrote it."""
 _OFFER_AGAIN_S: Final = 1.0
 _OFFER_AT_LEAST_S: Final = 600.0
 _STILL_S: Final = 1.0
@@ -519,7 +519,7 @@ def discover(
 class CheckpointScanner:
     """Looks for checkpoints once a second. Not thread-safe; never raises OSError."""
 
-    def __init__(self, formats: Sequence[CheckpointFormat] = BUILT_IN, seen: Seen | None = None) -> None:
+    def __init__(self, formats: Sequence[CheckpointFormat] = BUILT_IN, seen: WrittenCheckpoints | None = None) -> None:
         """`seen`: what ranks were seen to write is looked at, in place of folders."""
         self._formats = formats if seen is None else seen.formats
         self._seen = seen
@@ -570,7 +570,7 @@ class CheckpointScanner:
         copies: list[Path] = []
         self.cut_short = ""
         for folder in sorted({Path(os.path.abspath(folder)) for folder in folders}):
-            walk = Walk(self._takes, self._listings)
+            walk = FolderWalk(self._takes, self._listings)
             walk.enter(folder)
             found |= walk.found
             copies += walk.copies

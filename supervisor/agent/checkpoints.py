@@ -22,9 +22,9 @@ from typing import Final
 import msgspec
 
 from recovery.checkpoint import Checkpoint
-from recovery.formats.scan import CheckpointScanner, Seen
+from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints
 from recovery.provenance import Item, Provenance, Write
-from recovery.quarantine import Bounds, GivenFolders, SeenByRanks, keep_copy
+from recovery.quarantine import Bounds, GivenFolders, WrittenByRanks, keep_copy
 from supervisor.agent.procfs import descendants, files_open_for_writing
 from supervisor.files import start_time, write_atomically
 
@@ -262,7 +262,9 @@ class CheckpointMonitor:
         self._followed: tuple[Path, ...] = ()
         """Where other nodes' ranks write."""
         self._provenance = Provenance(node)
-        self._scanner = CheckpointScanner() if self._given else CheckpointScanner(seen=Seen(self._provenance))
+        self._scanner = (
+            CheckpointScanner() if self._given else CheckpointScanner(seen=WrittenCheckpoints(self._provenance))
+        )
         self._ranks_records = RankRecords(Path(local_dir) / "attempts")
         self._record = JobRecord(Path(job_dir), node.replace("/", "_"))
         self._open = OpenFiles()
@@ -465,7 +467,7 @@ class CheckpointMonitor:
         """What preparations may touch, as is known now."""
         if self._given:
             return GivenFolders(self._given, self._job_dir, self._marks)
-        return SeenByRanks(self._provenance.copy(), self._job_dir, self._marks)
+        return WrittenByRanks(self._provenance.copy(), self._job_dir, self._marks)
 
     def placed(self, paths: Sequence[str]) -> None:
         """Preparations have written these: they are the job's. The next scan records it."""

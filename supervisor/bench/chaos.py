@@ -18,7 +18,7 @@ from supervisor.errors import RunFailed
 
 ROLES = {"controller": "supervisor.controller.main", "agent": "supervisor.agent.agent"}
 PAUSE_S = (0.05, 2.0)
-"""Between two blows: from before the victim is up again to long after."""
+"""Between two kills: from before the victim is up again to long after."""
 RANK_KILL_SHARE = 0.15
 """How often a rank is killed as well, just before: so that supervisors die in the middle of a recovery."""
 
@@ -33,8 +33,8 @@ def processes_of(run: WatchedRun, role: str) -> list[psutil.Process]:
         return []
 
 
-class Blows:
-    """Who is hit when, from a seed. Counts what really hit."""
+class RandomKills:
+    """Which processes are killed when, from a seed. Counts those that were killed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -43,7 +43,7 @@ class Blows:
     def pause_s(self) -> float:
         return self._random.uniform(*PAUSE_S)
 
-    def strike(self, run: WatchedRun) -> None:
+    def kill_some(self, run: WatchedRun) -> None:
         roles = self._random.choice((("controller",), ("agent",), ("controller", "agent")))
         hit_rank = self._random.random() < RANK_KILL_SHARE
         victims = [(role, process) for role in roles for process in processes_of(run, role)]
@@ -68,20 +68,20 @@ def _rank_pid(run: WatchedRun) -> psutil.Process | None:
 
 
 def report(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Strike until `kills` processes of ours were killed, then let the run end. Raises RunFailed."""
+    """Kill until `kills` processes of ours were killed, then let the run end. Raises RunFailed."""
     script = Script(steps=int(kills * 30 + 100), save_every=50)
     undisturbed, place = folder / "undisturbed", folder / "unbroken"
     undisturbed.mkdir(parents=True)
     place.mkdir()
-    blows = Blows(seed)
+    kills_made = RandomKills(seed)
     run = supervised(script, place)
     began = time.monotonic()
     try:
         run.wait_for_step(1, timeout_s=LIMIT_S)
-        while blows.hits["controller"] + blows.hits["agent"] < kills and run.process.poll() is None:
-            time.sleep(blows.pause_s())
-            blows.strike(run)
-            say(f"step {run.last_step()}: {_hits_text(blows.hits)}")
+        while kills_made.hits["controller"] + kills_made.hits["agent"] < kills and run.process.poll() is None:
+            time.sleep(kills_made.pause_s())
+            kills_made.kill_some(run)
+            say(f"step {run.last_step()}: {_hits_text(kills_made.hits)}")
         steps_when_done = run.last_step()
         code = run.wait_for_end(LIMIT_S + script.steps * script.step_ms / 1000 * 4)
     finally:
@@ -98,7 +98,7 @@ def report(folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> d
     return {
         "schema": 1,
         "seed": seed,
-        "kills": blows.hits,
+        "kills": kills_made.hits,
         "steps": script.steps,
         "step_after_the_last_kill": steps_when_done,
         "took_s": took_s,

@@ -1,4 +1,4 @@
-"""A rank that only talks: one line a step, as many steps a second as it is told. It needs nothing but Python."""
+"""A rank that only prints: one line a step, as many a second as its argument says. It needs only Python."""
 
 import os
 import sys

@@ -48,7 +48,7 @@ def recovery(repetitions: int, as_json: bool) -> int:
 
 @group.command()
 @click.option("--kills", type=click.IntRange(1, 10_000), default=30, show_default=True)
-@click.option("--seed", type=int, help="Repeats the blows of an earlier run (default: a new one, printed).")
+@click.option("--seed", type=int, help="Repeats the kills of an earlier run (default: a new one, printed).")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 def chaos(kills: int, seed: int | None, as_json: bool) -> int:
     """SIGKILL to controller, agent or both at random moments."""

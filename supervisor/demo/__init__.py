@@ -1,4 +1,4 @@
-"""`unbroken demo`: a real pretraining run under supervision, hurt in six ways, and the proof that nothing was lost."""
+"""`unbroken demo`: a real pretraining run under supervision, with six faults, and the proof that nothing was lost."""
 
 from __future__ import annotations
 

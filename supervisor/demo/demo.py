@@ -317,10 +317,10 @@ END_LIMIT_S = 120.0
 
 @click.command()
 @click.option("--ranks", type=click.IntRange(2, 4), default=2, show_default=True)
-@click.option("--keep", type=click.Path(path_type=Path), help="Play in this folder and keep it.")
-@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Record the show as a picture.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Run in this folder and keep it.")
+@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Save the output as a picture (SVG).")
 def command(ranks: int, keep: Path | None, svg: Path | None) -> int:
-    """Pretrain a small Llama under supervision while it is hurt, and prove that nothing was lost."""
+    """Pretrain a small Llama under supervision while faults are injected, and prove that nothing was lost."""
     console = Console(
         record=svg is not None, force_terminal=svg is not None or None, width=_width(svg), highlight=False
     )

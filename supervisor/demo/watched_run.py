@@ -1,4 +1,4 @@
-"""A training run started as a user would start it, watched and hurt from outside: what demo and bench are made of.
+"""A training run, started as a user would start it, watched from outside, and given faults: for demo and bench.
 
 Times are seconds of the monotonic clock. What a run printed is read by a thread, so that every line has its time.
 """

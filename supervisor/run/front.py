@@ -347,7 +347,7 @@ def _introduction(prepared: Prepared) -> list[str]:
 
 
 def _services(prepared: Prepared) -> dict[str, ServiceProcess]:
-    """What runs on this node, in the order of starting."""
+    """What runs on this node, in the order in which it is started."""
     plan, paths = prepared.plan, prepared.paths
     cwd = Path(plan.cwd)
     keeper = keeper_command(plan.python, paths.folder)
@@ -387,7 +387,7 @@ CONFIG_DELAY_S = 60.0
 LONGEST_DELAY_AFTER_KILL_S = 0.5
 """Pause after a process was killed from outside: it is not at fault."""
 STEADY_S = 10.0
-"""A process that lived this long did not fail at its start: the back-off begins anew."""
+"""A process that lived this long did not fail at its start: the back-off starts from the beginning."""
 LOG_LIMIT = 8 << 20
 """Bytes of each log; as much of what came before is kept beside it."""
 NEVER = float("inf")
@@ -466,8 +466,8 @@ class ServiceProcess:
         self._started_at = now
 
     def _bound_log(self) -> None:
-        """Keep its log small, whoever writes to it (its own children do). It is open for appending, and stays so: what
-        is in it is copied aside, and the file begins anew."""
+        """Keep its log small, also when its children write to it. They have it open for appending, so the file stays:
+        its content is copied to another file, and it is emptied."""
         if self._log is None:
             return
         try:

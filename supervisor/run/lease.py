@@ -34,7 +34,7 @@ SIZE = 2048
 """Bytes of the file. It never grows: each beat overwrites it in place, which works on a full disk, too."""
 LAST_WRITE_S = 2.0
 
-Standing = Literal["free", "lives", "unknown"]
+LeaseState = Literal["free", "lives", "unknown"]
 
 
 class Holder(Frozen, frozen=True, kw_only=True):
@@ -95,8 +95,8 @@ def decode(data: bytes) -> Holder | None:
         return None
 
 
-def standing(holder: Holder | None, mine: Holder, here: Here, started: Callable[[int], int | None]) -> Standing:
-    """What can be told from the lease alone. `started`: when a process of this namespace began; None: it is gone.
+def lease_state(holder: Holder | None, mine: Holder, here: Here, started: Callable[[int], int | None]) -> LeaseState:
+    """What the lease alone shows. `started`: when a process of this namespace began; None: it is gone.
 
     A torn lease says nothing: whether it changes tells. The scheduler that starts a job again has ended it before.
     """
@@ -210,7 +210,7 @@ def take(
         content = _content(lease_path(job_dir, number)) if number else b""
         holder = decode(content)
         signs = content, _journals(job_dir)
-        told_by_itself = standing(holder, mine, here, start_time) if number else "free"
+        told_by_itself = lease_state(holder, mine, here, start_time) if number else "free"
         if number != watched:
             watched, seen, since = number, signs, now()
         elif signs != seen and holder is not None and not holder.ended:

@@ -66,7 +66,7 @@ class Prepared:
     keeper_env: dict[str, str]
     runs_controller: bool
     others_join: bool = True
-    """Whether somebody starts the other nodes by hand: not within a Slurm step."""
+    """Whether a person starts the other nodes: not within a Slurm step."""
     notices: tuple[str, ...] = field(default=())
     local: LocalFolder
     lease: Lease | None = None
@@ -301,7 +301,7 @@ def _gpus(environment: Mapping[str, str]) -> int:
 
 
 def _processes(nproc: str, environment: Mapping[str, str]) -> int | None:
-    """The number behind `auto`, `gpu` and `cpu`, as far as it can be told without torch."""
+    """The number behind `auto`, `gpu` and `cpu`, as far as it is known without torch."""
     if nproc.isdigit():
         return int(nproc)
     gpus = _gpus(environment)
@@ -429,7 +429,7 @@ def _say(text: str) -> None:
 
 
 def has_service(job_dir: Path, settings: Settings) -> bool:
-    """Whether a controller that somebody started by itself serves this job. One of a front ends with its life.
+    """Whether a controller that was started with `unbroken controller` serves this job. That of a front ends with it.
 
     It is looked for where `controller.json` says: on this boot and in this PID namespace the process, elsewhere its
     port, where it must prove that it knows the job's token: anybody may have that of one that is gone.

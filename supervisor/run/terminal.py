@@ -55,7 +55,7 @@ class Marker:
         self._text = False
         """The line so far shows something."""
         self._moved = False
-        """The cursor was moved in it: whatever comes may stand at its beginning."""
+        """The cursor was moved in it: what comes next may be shown at its beginning."""
         self._cut = b""
 
     def shown(self, data: bytes) -> bytes:

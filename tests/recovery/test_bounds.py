@@ -8,7 +8,7 @@ import pytest
 
 from recovery.checkpoint import Preparation, Restore, SetAside
 from recovery.provenance import Provenance
-from recovery.quarantine import Bounds, GivenFolders, SeenByRanks, prepare
+from recovery.quarantine import Bounds, GivenFolders, WrittenByRanks, prepare
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def orders(tmp_path: Path, secret: Path) -> list[list[Preparation]]:
 
 @pytest.mark.parametrize("kind", ["given", "seen"])
 def test_what_is_outside_is_neither_moved_nor_replaced_nor_copied(tmp_path: Path, secret: Path, kind: str) -> None:
-    bounds: Bounds = GivenFolders([tmp_path / "given"]) if kind == "given" else SeenByRanks(Provenance())
+    bounds: Bounds = GivenFolders([tmp_path / "given"]) if kind == "given" else WrittenByRanks(Provenance())
     (secret.parent / "latest").write_text("global_step9000")
     for order in orders(tmp_path, secret):
         said = prepare(order, bounds)

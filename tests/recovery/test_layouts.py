@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from recovery.checkpoint import Checkpoint, Preparation, Restore, SetAside, choose
-from recovery.formats.scan import CheckpointScanner, Seen
-from recovery.quarantine import SeenByRanks, keep_copy, prepare
+from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints
+from recovery.quarantine import WrittenByRanks, keep_copy, prepare
 from tests.tables import read
 
 from .ranks import Ranks
@@ -79,7 +79,7 @@ class Run:
 
     def __init__(self, out: Path, layout: Layout, torn: bool = False) -> None:
         self.out, self.ranks = out, Ranks()
-        self.scanner = CheckpointScanner(seen=Seen(self.ranks.provenance))
+        self.scanner = CheckpointScanner(seen=WrittenCheckpoints(self.ranks.provenance))
         foreign = out / "other"
         foreign.mkdir(parents=True)
         torch.save({"step": 9000}, foreign / "ckpt.pt")
@@ -98,7 +98,7 @@ class Run:
         return self.scanner.scan([], LATER, at_rest=True)
 
     def prepare(self, preparations: Sequence[Preparation]) -> None:
-        prepare(preparations, SeenByRanks(self.ranks.provenance))
+        prepare(preparations, WrittenByRanks(self.ranks.provenance))
 
     def name(self, found: Checkpoint | SetAside | None) -> str:
         return os.path.relpath(found.path, self.out) if found is not None else ""

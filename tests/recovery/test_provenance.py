@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from recovery.checkpoint import Checkpoint, Preparation, Restore, SetAside, choose
-from recovery.formats.scan import CheckpointScanner, Seen
+from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints
 from recovery.provenance import Provenance
-from recovery.quarantine import PreparationError, SeenByRanks, keep_copy, prepare
+from recovery.quarantine import PreparationError, WrittenByRanks, keep_copy, prepare
 
 from .ranks import Ranks
 
@@ -65,7 +65,7 @@ class World:
     def __init__(self, root: Path) -> None:
         self.root, self.ranks = root, Ranks()
         self.provenance: Provenance = self.ranks.provenance
-        self.scanner = CheckpointScanner(seen=Seen(self.provenance))
+        self.scanner = CheckpointScanner(seen=WrittenCheckpoints(self.provenance))
         self.foreign: dict[Path, bytes] = {}
 
     def ours(self, name: str, data: bytes) -> None:
@@ -93,7 +93,7 @@ class World:
 
     def recover(self) -> tuple[Checkpoint | None, tuple[Preparation, ...], list[str]]:
         chosen, preparations = choose(self.scan())
-        done = prepare(preparations, SeenByRanks(self.provenance, "/the/job"))
+        done = prepare(preparations, WrittenByRanks(self.provenance, "/the/job"))
         return chosen, preparations, done
 
     def inside(self, path: str) -> list[Path]:
@@ -176,7 +176,7 @@ def test_what_is_put_into_a_checkpoint_after_it_was_chosen_keeps_it_in_place(wor
     _, preparations = choose(world.scan())
     assert [one.path for one in preparations] == [str(world.root / "out" / "step_20")]
     world.theirs("out/step_20/optim.pt", SAVED[9000])
-    (said,) = prepare(preparations, SeenByRanks(world.provenance))
+    (said,) = prepare(preparations, WrittenByRanks(world.provenance))
     assert "left in place" in said
     world.check()
 
@@ -187,7 +187,7 @@ def test_a_file_that_is_written_over_after_it_was_chosen_stays(world: World) -> 
     _, preparations = choose(world.scan())
     assert len(preparations) == 1
     world.theirs("out/step_20.pt", SAVED[9000][:200])
-    (said,) = prepare(preparations, SeenByRanks(world.provenance))
+    (said,) = prepare(preparations, WrittenByRanks(world.provenance))
     assert "left in place" in said
     world.check()
 
@@ -203,7 +203,7 @@ def test_a_file_that_somebody_else_has_open_stays(world: World) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", reading, path], stdin=pipe, stdout=pipe) as other:
         other.stdout.readline()
-        (said,) = prepare(preparations, SeenByRanks(world.provenance, "/job", (b"UNBROKEN_JOB_DIR=/job",)))
+        (said,) = prepare(preparations, WrittenByRanks(world.provenance, "/job", (b"UNBROKEN_JOB_DIR=/job",)))
         other.communicate(b"\n")
     assert "left in place" in said
     assert os.path.exists(path)
@@ -249,7 +249,7 @@ def test_what_was_set_aside_for_a_neighbour_is_not_replaced(world: World) -> Non
     other.ours("out/step_10.pt", SAVED[10])
     other.ours("out/step_20.pt", SAVED[20][:200])
     _, preparations = choose(other.scan())
-    prepare(preparations, SeenByRanks(other.provenance, "/another/job"))
+    prepare(preparations, WrittenByRanks(other.provenance, "/another/job"))
     assert sorted(path.name for path in home.glob("*.pt*") if path.suffix != ".json") == ["step_20.pt", "step_20.pt.2"]
 
 
@@ -404,7 +404,7 @@ def act(world: World, step: str, name: str, more: Any) -> None:
         kept = dict(world.provenance.items)
         world.provenance = world.ranks.provenance = Provenance()
         world.provenance.learn(kept)
-        world.scanner = CheckpointScanner(seen=Seen(world.provenance))
+        world.scanner = CheckpointScanner(seen=WrittenCheckpoints(world.provenance))
 
 
 def examine(world: World, what: Callable[[], Any]) -> None:
@@ -501,12 +501,12 @@ def test_a_copy_is_not_restored_through_a_planted_link(world: World, victim: Pat
     copies = world.root / "out" / ".unbroken-copies"
     copies.rename(victim / "moved")
     copies.symlink_to(victim / "moved")
-    assert len(prepare(preparations, SeenByRanks(world.provenance))) == 1
+    assert len(prepare(preparations, WrittenByRanks(world.provenance))) == 1
     assert (world.root / "out" / "ckpt.pt").read_bytes() == SAVED[20][:300], "nothing is moved that cannot be replaced"
     assert copy.exists()
     copies.unlink()
     (victim / "moved").rename(copies)
-    prepare(preparations, SeenByRanks(world.provenance))
+    prepare(preparations, WrittenByRanks(world.provenance))
     assert (world.root / "out" / "ckpt.pt").read_bytes() == SAVED[10]
 
 

@@ -81,7 +81,9 @@ def test_a_job_that_its_scheduler_has_started_again_follows_at_once(tmp_path: Pa
     clock = Clock()
     for requeues, at_once in ((1, False), (2, True)):
         mine = msgspec.structs.replace(ME, scheduler_job="7", requeues=requeues)
-        told = lease.standing(lease.decode(lease.lease_path(tmp_path, 1).read_bytes()), mine, Here.find(), start_time)
+        told = lease.lease_state(
+            lease.decode(lease.lease_path(tmp_path, 1).read_bytes()), mine, Here.find(), start_time
+        )
         assert (told == "free") == at_once
     assert taken(tmp_path, mine, clock) is not None
     assert clock.time == 0.0
