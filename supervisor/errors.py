@@ -21,7 +21,7 @@
 
     InternalError                   handled where it is met: nobody is told, and there is no exit code
     ├── NoController                there is no address or token yet (agent.link)
-    ├── WebSocketError, FrameError  the other end does not keep to the protocol (agent.websocket, wire.websocket)
+    ├── WebSocketError, FrameError  the other end does not keep to the protocol (agent.link, wire.websocket)
     ├── Unproven, Forged            the other end does not prove that it knows the token (wire.authentication)
     ├── Superseded                  a newer controller has taken over (controller.journal)
     └── InvalidTransition           the job was about to break its own table: a defect of ours (job.job)

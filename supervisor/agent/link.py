@@ -4,6 +4,9 @@ Whatever listens at the address must prove that it knows the job's token before 
 it. A controller on the same node is reached through its unix socket. The link reconnects for ever, quickly at first. It
 reads address and token again for each try, because a controller that was started again has another port. Posting never
 waits: only the newest heartbeat is kept, and it is sent again on a new connection.
+
+h11 speaks HTTP here until the WebSocket is open; `supervisor.wire.websocket` has its frames. A general HTTP client
+would be a third of the agent's memory on every node.
 """
 
 from __future__ import annotations
@@ -511,6 +514,9 @@ class ClockOffset:
 
 def _error_s(sample: ClockSample, mono: float) -> float:
     return sample.error_s + CLOCK_DRIFT * (mono - sample.mono)
+
+
+# ----- the WebSocket -----
 
 
 HAPPY_EYEBALLS_S: Final = 0.25

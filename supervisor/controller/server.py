@@ -1,7 +1,6 @@
-"""The controller's one port: a WebSocket for each agent, a few JSON answers for people and programs.
+"""What people and programs ask at the controller's port: a few JSON answers, by aiohttp. Nothing here decides anything.
 
-Nothing here decides anything. Sending never waits: each connection keeps the newest message only, and one slow or
-silent agent cannot delay another.
+Agents come to the same port; `listener` answers them.
 """
 
 from __future__ import annotations
