@@ -300,11 +300,6 @@ class Provenance:
 
     # ----- what became of it -----
 
-    @property
-    def unsettled(self) -> set[int]:
-        """Who may still be writing."""
-        return {waiting.pid for waiting in self._pending.values()}
-
     def settle(self, is_open: Callable[[int, str], bool], now_ns: int) -> None:
         """Look at what was written since the last time. `is_open`: whether a process has the file open for writing."""
         for path, waiting in list(self._pending.items()):

@@ -107,7 +107,6 @@ class TorchrunCommand:
     run_id: str = ""
     """The user's `--rdzv-id`."""
     logs_specs: str = "unbroken"
-    numa_binding: bool = False
     wants_help: bool = False
     has_unknown_options: bool = False
     """What `script` and `script_args` are is then a guess."""
@@ -317,7 +316,6 @@ def _read_torchrun(
         _whole(given, "--node-rank"),
         "" if "--standalone" in given else given.get("--rdzv-id", ""),
         given.get("--logs-specs", "unbroken"),
-        "--numa-binding" in given,
         has_unknown_options=scan.unknown,
         notices=notices,
         environment=_undo(environment),
