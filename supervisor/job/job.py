@@ -107,7 +107,7 @@ TRANSITIONS: dict[JobStateName, frozenset[JobStateName]] = {
 }
 """Which state may follow which. `Job` sets the state past this table in three places, where no step of the job happens
 but its past changes: a scheduler has started it again (`_job_requeued`), an attempt is forgotten (`_forget_attempt`) or
-adopted (`_begin_adopted`)."""
+adopted (`_adopt`)."""
 
 
 class InvalidTransition(InternalError):
