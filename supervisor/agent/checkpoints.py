@@ -26,6 +26,7 @@ from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints
 from recovery.provenance import Item, Provenance, Write
 from recovery.quarantine import Bounds, GivenFolders, WrittenByRanks, keep_copy
 from supervisor.agent.procfs import descendants, files_open_for_writing
+from supervisor.agent.state import fulfil
 from supervisor.files import start_time, write_atomically
 
 # ----- what the ranks of this node wrote, and the job's record of it -----
@@ -402,7 +403,7 @@ class CheckpointMonitor:
         for waiter in due:
             self._waiters.remove(waiter)
             try:
-                waiter[1].get_loop().call_soon_threadsafe(_fulfil, waiter[1])
+                waiter[1].get_loop().call_soon_threadsafe(fulfil, waiter[1])
             except RuntimeError:  # the loop has ended
                 pass
         return bool(self._waiters)
@@ -499,11 +500,6 @@ class CheckpointMonitor:
         """Who has written much since the last scan."""
         before = self._written
         return {pid for pid, written in writing.items() if written - before.get(pid, 0) > WROTE_BYTES}
-
-
-def _fulfil(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def is_utf8(path: str) -> bool:

@@ -95,7 +95,7 @@ class Wakeup:
         """Wake the task that waits, or the next one that does."""
         self.is_set = True
         if self._waiter is not None:
-            _fulfil(self._waiter)
+            fulfil(self._waiter)
 
     def clear(self) -> None:
         self.is_set = False
@@ -106,7 +106,7 @@ class Wakeup:
             return
         loop = asyncio.get_running_loop()
         self._waiter = waiter = loop.create_future()
-        timer = loop.call_later(seconds, _fulfil, waiter)
+        timer = loop.call_later(seconds, fulfil, waiter)
         try:
             await waiter
         finally:
@@ -114,7 +114,7 @@ class Wakeup:
             self._waiter = None
 
 
-def _fulfil(waiter: asyncio.Future[None]) -> None:
+def fulfil(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
 

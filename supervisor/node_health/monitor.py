@@ -88,7 +88,8 @@ class HealthMonitor:
         self._silent: set[str] = set()
         """Probes that have not reported yet."""
         self._problems: dict[str, None] = {}
-        self._costs: dict[str, Cost] = {}
+        self.costs: dict[str, Cost] = {}
+        """Probe -> what its looks cost."""
         self.inventory: dict[str, str] = {}
         """Versions and sizes, as `supervisor.node_diff` compares them; empty until they are known."""
         self.inventory_version = 0
@@ -110,11 +111,6 @@ class HealthMonitor:
         shared = self._shared_dir / f"left-{group}.json" if self._shared_dir is not None else None
         known = UnkillableProcesses(notes, shared)
         return WorkerRunner(group, self._setup, self._receive, self._report_unkillable, env, known, self._pace)
-
-    @property
-    def costs(self) -> Mapping[str, Cost]:
-        """Probe -> what its looks cost."""
-        return self._costs
 
     # ----- for the agent -----
 
@@ -242,7 +238,7 @@ class HealthMonitor:
     def _receive(self, worker: str, word: WorkerMessage) -> None:
         if isinstance(word, PollReport):
             self._silent.discard(word.probe)
-            self._costs[word.probe] = self._costs.get(word.probe, Cost()).plus(word)
+            self.costs[word.probe] = self.costs.get(word.probe, Cost()).plus(word)
             self._note(self.check_states.note(word))
             self._answered(worker, word)
         elif isinstance(word, ProbeEvent):
@@ -329,7 +325,7 @@ class HealthMonitor:
             problems=tuple(problems),
             gpus_released_until=self._release.until,
             check_states=tuple(sorted(self.states(), key=_order)),
-            costs=self._costs,
+            costs=self.costs,
         )
         keep_file(self._path, file)  # a full disk is a finding of its own
 
