@@ -124,28 +124,19 @@ class LauncherSocket:
         self._state.offer = None
         self._state.watching = None
 
-    def _answer(self, op: str, body: dict[str, Any]) -> bool:
+    def answer(self, op: str, **body: object) -> bool:
+        """Answer the open question; False when this one is not open.
+
+        `join`: the waiting launcher starts the workers of an attempt (`attempt`, `rank`, `nodes`, `store_host`,
+        `store_port`), or ends with code 0 (`leave`). `wait`: the launcher looks at its workers, or restarts them
+        (`order`).
+        """
         if self._question is None or self._question[0] != op or self._question[1].done():
             return False
         answer = self._question[1]
         self._clear()
         answer.set_result(body)
         return True
-
-    def join(self, *, attempt: int, rank: int, nodes: int, store_host: str, store_port: int) -> bool:
-        """Let the waiting launcher start the workers of `attempt`; False if none waits."""
-        return self._answer(
-            "join",
-            {"attempt": attempt, "rank": rank, "nodes": nodes, "store_host": store_host, "store_port": store_port},
-        )
-
-    def leave(self) -> bool:
-        """Let the launcher that waits in rendezvous end, with code 0."""
-        return self._answer("join", {"leave": True})
-
-    def release(self, answer: str) -> bool:
-        """Unblock the launcher that watches its workers: `look` at them, or `restart` them."""
-        return self._answer("wait", {"order": answer})
 
 
 WRITE_S = 5.0
@@ -254,9 +245,9 @@ class ActionRunner:
                 await self._join(assignment, rank)
                 log.info("attempt %d: this node is %d of %d", formed.attempt, rank, formed.size)
             case AnswerLauncher(answer=answer):
-                self._launcher.release(answer)
+                self._launcher.answer("wait", order=answer)
             case EndLauncher():
-                self._launcher.leave()
+                self._launcher.answer("join", leave=True)
             case Stop(signal=name, grace_s=grace_s):
                 self._state.work.start("stop", self._stop(name, grace_s))
             case WakeRanks(ranks=ranks, number=number):
@@ -349,7 +340,8 @@ class ActionRunner:
             self._state.work.start("tidy", asyncio.to_thread(shutil.rmtree, old, ignore_errors=True))
         self._state.saved.joined, self._state.joined_at = attempt, time.monotonic()
         self._state.saved_file.write()
-        self._launcher.join(
+        self._launcher.answer(
+            "join",
             attempt=attempt,
             rank=rank,
             nodes=formed.size,

@@ -50,17 +50,17 @@ def test_join_wait_release_and_leave(make_state: Any, tmp_path: Path) -> None:
         launcher.ask(op="join", pid=7, store_host="127.0.0.1", store_port=99, local_world_size=2)
         await until(state, lambda s: s.offer is not None)
         assert (state.offer.port, state.offer.local_world_size) == (99, 2)
-        assert not launchers.release("look")  # it is joining, not watching
-        assert launchers.join(attempt=1, rank=0, nodes=1, store_host="127.0.0.1", store_port=99)
+        assert not launchers.answer("wait", order="look")  # it is joining, not watching
+        assert launchers.answer("join", attempt=1, rank=0, nodes=1, store_host="127.0.0.1", store_port=99)
         assert (await launcher.answer())["attempt"] == 1
         assert state.offer is None
         launcher.ask(op="wait", attempt=1)
         await until(state, lambda s: s.watching == 1)
-        assert launchers.release("restart")
+        assert launchers.answer("wait", order="restart")
         assert await launcher.answer() == {"order": "restart"}
         launcher.ask(op="join", store_host="", store_port=1, local_world_size=2)
         await until(state, lambda s: s.offer is not None)
-        assert launchers.leave()
+        assert launchers.answer("join", leave=True)
         assert await launcher.answer() == {"leave": True}
         server.close()
 
