@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -95,6 +95,31 @@ def _by_names(rows: list[dict[str, Any]]) -> dict[str, Guess]:
 _BY_NAME: Final = _by_names(_TABLE["type"])
 _BY_MODULE: Final = _by_names(_TABLE["module"])
 """By the module in which its type is defined, where the type says nothing."""
+_CODE: Final[dict[str, Callable[[Where], bool]]] = {
+    "in_data": lambda where: where.in_data,
+    "in_config": lambda where: where.in_config,
+    "in_checkpoint": lambda where: where.in_checkpoint,
+    "near_data": lambda where: where.near(3).in_data,
+    "near_checkpoint": lambda where: where.near(2).in_checkpoint,
+    "in_compiler": lambda where: _FILES["compiler"].search(where.file) is not None,
+    "in_environment": lambda where: where.file.endswith("os.py"),
+    "in_model_hub": lambda where: any(_FILES["model_hub"].search(one.file) for one in where.frames[-3:]),
+    "in_subprocess": lambda where: any(one.file.endswith("subprocess.py") for one in where.frames),
+}
+"""Conditions of `[[decision]]` that ask for the code it came through; all others are `[words]` of the message."""
+
+
+class _Decision(NamedTuple):
+    guess: Guess
+    conditions: list[str]
+
+
+_DECISIONS: Final = {
+    name: [_Decision((C(kind), confidence), conditions) for kind, confidence, *conditions in table["rows"]]
+    for table in _TABLE["decision"]
+    for name in table["names"]
+}
+"""Types whose meaning depends on the message and on the code they came through; `*`: all that nobody knows."""
 _PLAIN_BUGS: Final = frozenset(_TABLE["types"]["plain_bugs"])
 _PEERS_GONE: Final = frozenset(_TABLE["types"]["peers_gone"])
 _PIPES_GONE: Final = frozenset(_TABLE["types"]["pipes_gone"])
@@ -195,155 +220,33 @@ def _classify(exception: str, message: str, where: Where) -> Guess:
         return C.DEPENDENCY_IMPORT_ERROR, 0.7
     if name == "ParserError":  # of YAML, else of tables and dates
         return (C.CONFIG_OR_ARGUMENT_ERROR, 0.8) if exception.startswith("yaml") else (C.DATA_LOADING_ERROR, 0.75)
-    special = _SPECIAL.get(name)
-    if special is not None:
-        return special(message, where)
+    if name in _DECISIONS:
+        return _decide(_DECISIONS[name], message, where)
     if name in _PLAIN_BUGS:
         return _plain_bug(message)
     if name in _BY_NAME:
         return _BY_NAME[name]
     top, _, rest = exception.rpartition(".")[0].partition(".")
     by_module = _BY_MODULE.get(top) or _BY_MODULE.get(f"{top}.{rest.partition('.')[0]}")
-    return by_module or _by_place(message, where) or (C.SCRIPT_ERROR, 0.5)
+    return by_module or _decide(_DECISIONS["*"], message, where)
+
+
+def _decide(rows: list[_Decision], message: str, where: Where) -> Guess:
+    """The first row of which all conditions hold; the last row of each type has none."""
+    return next(row.guess for row in rows if all(_holds(one, message, where) for one in row.conditions))
+
+
+def _holds(condition: str, message: str, where: Where) -> bool:
+    name = condition.removeprefix("not ")
+    of_code = _CODE.get(name)
+    found = of_code(where) if of_code is not None else _WORDS[name].search(message) is not None
+    return found is (name == condition)
 
 
 def _plain_bug(message: str) -> Guess:
     if _WORDS["library_lacks"].search(message):
         return C.DEPENDENCY_IMPORT_ERROR, 0.7
     return C.SCRIPT_ERROR, 0.85
-
-
-def _by_place(message: str, where: Where) -> Guess | None:
-    if where.in_data:
-        return C.DATA_LOADING_ERROR, 0.6
-    if where.in_config:
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.7
-    if _WORDS["strong_argument"].search(message):
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
-    return None
-
-
-def _value(message: str, where: Where) -> Guess:
-    """ValueError and AssertionError: what the code was given, unless it is about shapes and the like."""
-    if where.in_config:
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.75
-    if where.in_data:
-        return C.DATA_LOADING_ERROR, 0.6
-    if _WORDS["bug"].search(message):
-        return C.SCRIPT_ERROR, 0.7
-    if _WORDS["argument"].search(message):
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.65
-    return C.CONFIG_OR_ARGUMENT_ERROR, 0.5
-
-
-def _runtime(message: str, where: Where) -> Guess:
-    if _FILES["compiler"].search(where.file):
-        return C.FRAMEWORK_BUG, 0.6
-    if _WORDS["bug"].search(message):
-        return C.SCRIPT_ERROR, 0.8
-    return _by_place(message, where) or (C.SCRIPT_ERROR, 0.65)
-
-
-def _key(message: str, where: Where) -> Guess:
-    if _WORDS["variable"].match(message.strip()) and where.file.endswith("os.py"):
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.8
-    if where.in_data:
-        return C.DATA_LOADING_ERROR, 0.6
-    if where.in_config:
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.65
-    if where.near(2).in_checkpoint or _WORDS["saved_key"].match(message):
-        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.6
-    return C.SCRIPT_ERROR, 0.8
-
-
-def _index(_: str, where: Where) -> Guess:
-    return (C.DATA_LOADING_ERROR, 0.6) if where.in_data else (C.SCRIPT_ERROR, 0.8)
-
-
-def _missing_file(message: str, where: Where) -> Guess:
-    if any(frame.file.endswith("subprocess.py") for frame in where.frames):
-        return C.DEPENDENCY_IMPORT_ERROR, 0.65
-    if (_WORDS["checkpoint_file"].search(message) or where.in_checkpoint) and not where.near(3).in_data:
-        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.65
-    if _WORDS["config_file"].search(message) or (where.in_config and not where.in_data):
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.65
-    if _WORDS["output_file"].search(message) and not where.in_data:
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.5
-    return C.DATA_LOADING_ERROR, 0.65
-
-
-def _decoding(_: str, where: Where) -> Guess:
-    """JSON, YAML and text that cannot be read."""
-    if where.in_data:
-        return C.DATA_LOADING_ERROR, 0.75
-    if where.in_checkpoint:
-        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.65
-    return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
-
-
-def _text(_: str, where: Where) -> Guess:
-    if where.in_checkpoint:
-        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.7
-    return C.DATA_LOADING_ERROR, 0.65
-
-
-def _archive(message: str, where: Where) -> Guess:
-    if "reading a line" in message:
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.55  # a question, and nobody there to answer it
-    if where.in_checkpoint:
-        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.85
-    return (C.DATA_LOADING_ERROR, 0.65) if where.in_data else (C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.5)
-
-
-def _os(message: str, where: Where) -> Guess:
-    if any("-packages/transformers/" in frame.file or "huggingface_hub/" in frame.file for frame in where.frames[-3:]):
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.6  # a name of a model, or of a file in it
-    if where.in_data:
-        return C.DATA_LOADING_ERROR, 0.7
-    if where.in_checkpoint and "[Errno" not in message:
-        return C.CHECKPOINT_CORRUPT_OR_MISMATCH, 0.6
-    return C.STORAGE_ERROR, 0.55
-
-
-def _program(message: str, _: Where) -> Guess:
-    """A program that it started failed: what that program said counts for more."""
-    if _WORDS["compiler"].search(message[:300]):
-        return C.DEPENDENCY_IMPORT_ERROR, 0.65
-    return C.WORKER_CRASH, 0.4
-
-
-def _exit(message: str, _: Where) -> Guess:
-    return (C.CONFIG_OR_ARGUMENT_ERROR, 0.6) if message.strip() == "2" else (C.WORKER_CRASH, 0.3)
-
-
-def _not_implemented(message: str, where: Where) -> Guess:
-    if where.in_config or _WORDS["argument"].search(message):
-        return C.CONFIG_OR_ARGUMENT_ERROR, 0.6
-    return C.SCRIPT_ERROR, 0.65
-
-
-_SPECIAL: Final = {
-    "ValueError": _value,
-    "AssertionError": _value,
-    "RuntimeError": _runtime,
-    "Exception": _runtime,
-    "KeyError": _key,
-    "IndexError": _index,
-    "FileNotFoundError": _missing_file,
-    "IsADirectoryError": _missing_file,
-    "NotADirectoryError": _missing_file,
-    "JSONDecodeError": _decoding,
-    "UnicodeDecodeError": _text,
-    "EOFError": _archive,
-    "UnpicklingError": _archive,
-    "BadZipFile": _archive,
-    "OSError": _os,
-    "IOError": _os,
-    "BlockingIOError": _os,
-    "CalledProcessError": _program,
-    "SystemExit": _exit,
-    "NotImplementedError": _not_implemented,
-}
 
 
 def _where(traceback: Traceback) -> Where:

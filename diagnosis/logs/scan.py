@@ -162,11 +162,6 @@ def _telling_letters(tokens: Sequence[str]) -> int:
     return _letters(tokens) - sum(len(word) for word in COMMON if word in text)
 
 
-def _is_class(token: str) -> bool:
-    """It stands for one character of many."""
-    return token in (".", r"\S", r"\w", r"\s") or token[0] == "["
-
-
 def _letters(tokens: Sequence[str]) -> int:
     """How many letters each text that matches has at least."""
     count = at = 0

@@ -31,6 +31,15 @@ def test_types_and_modules(row: dict) -> None:
         assert class_of(other) is not FailureClass(row["class"])
 
 
+@pytest.mark.parametrize("table", TABLE["decision"], ids=lambda table: table["names"][0])
+def test_decisions_end_and_ask_for_what_is_known(table: dict) -> None:
+    *_, (_, _, *last) = table["rows"]
+    asked = {condition.removeprefix("not ") for _, _, *conditions in table["rows"] for condition in conditions}
+    assert last == []
+    assert asked <= TABLE["words"].keys() | exceptions._CODE.keys()
+    assert TABLE["words"].keys().isdisjoint(exceptions._CODE)
+
+
 @pytest.mark.parametrize("row", [row for _, row in PATTERNS], ids=[name for name, _ in PATTERNS])
 def test_patterns(row: dict) -> None:
     pattern = re.compile(row["regex"])
