@@ -81,7 +81,7 @@ def _of_site() -> str:
 
 
 def _folder(path: str) -> int:
-    """A descriptor of the folder. Raises OSError, and Refused where users could put things in each other's place."""
+    """A descriptor of the folder. Raises OSError, and RequestUntrusted if users could replace each other's files."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     found = os.fstat(descriptor)
     if found.st_uid != 0 or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
@@ -135,7 +135,7 @@ def _request(folder: int, job: str, uid: int, node: str, dry_run: bool) -> Drain
 
 
 def _read(folder: int, name: str, uid: int) -> bytes:
-    """A small regular file that this user has made. Raises OSError and Refused."""
+    """A small regular file that this user has made. Raises OSError and RequestUntrusted."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode):
         raise RequestUntrusted("it is not a regular file")
