@@ -95,6 +95,14 @@ def test_a_users_own_choices_win(cwd: Path) -> None:
     assert prepared(cwd, None, ("torchrun", "--max-restarts", "3", "train.py")).plan.spec.max_restarts == 3
 
 
+@pytest.mark.usefixtures("local_root")
+def test_a_program_that_is_no_python_is_run_by_the_stub(cwd: Path) -> None:
+    made = prepared(cwd, None, ("torchrun", "--no-python", "sh", "-c", "true"))
+    stub, *rest = made.plan.launcher_argv[-5:]
+    assert stub == made.plan.launcher_env["PYTHON_EXEC"]
+    assert rest == ["--program", "sh", "-c", "true"]
+
+
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURMD_NODENAME": "node-b"}
 
 

@@ -77,6 +77,14 @@ def test_the_start_of_a_line_waits_for_its_end_but_not_for_ever(screen: Screen) 
     assert screen.shown(now=2.0 + HOLD_S) == "epoch 1:  10%|#  "
 
 
+def test_a_rest_behind_whole_lines_is_shown_in_time(screen: Screen) -> None:
+    screen.attempt(1)
+    screen.write("a\nb")
+    assert screen.terminal.pump(1.0) <= HOLD_S
+    assert screen.read() == "a\n"
+    assert screen.shown(now=1.0 + HOLD_S) == "b"
+
+
 def test_a_new_attempt_is_taken_up_and_nothing_is_shown_twice(screen: Screen) -> None:
     screen.attempt(1)
     screen.write("one\n")
