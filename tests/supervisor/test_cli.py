@@ -218,6 +218,13 @@ def test_a_controller_that_hangs_is_told_nothing_and_the_operator_is_told_what_t
     assert read("status", cwd=live)["outcome"] is None
 
 
+def test_what_is_refused_is_told_by_the_exit_code_too(live: Path) -> None:
+    said = unbroken("approve", "i-1", cwd=live, code=1)
+    assert "nothing waits for approval" in said
+    assert "Nothing was done" in said
+    assert "refused: nothing waits for approval" in unbroken("approve", "i-1", "--dry-run", cwd=live, code=1)
+
+
 def test_a_dry_run_says_what_would_happen_and_leaves_no_trace(live: Path) -> None:
     unbroken("restart", "--yes", cwd=live)
     since = read("timeline", cwd=live)["rows"][-1]["seq"]

@@ -60,6 +60,13 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["state.json"]
 
 
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "file" / "in the way").mkdir(parents=True)
+    with pytest.raises(OSError, match="file"):
+        files.write_atomically(tmp_path / "file", b"x")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     """Anything else would be waited for, and opening some devices does something."""
     plain = tmp_path / "plain"

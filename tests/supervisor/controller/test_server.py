@@ -28,11 +28,28 @@ from supervisor.errors import CommandDenied
 from supervisor.messages import (
     PROTOCOL,
     CommandName,
+    NodeJoined,
     OperatorCommand,
+    Progressed,
     Refused,
     decode_controller_message,
 )
 from supervisor.wire import authentication
+
+
+def test_an_agent_is_assigned_and_each_heartbeat_answered(rig: Any) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running, rig.agent(running.address) as one:
+            await rig.until(lambda: one.newest)
+            assert one.newest is not None
+            assert (one.newest.epoch, one.newest.node) == (1, "n0")
+            assert one.link.address == "127.0.0.1"
+            told = len(one.told)
+            one.beat(attempt=1)
+            await rig.until(lambda: len(one.told) > told and rig.journalled(Progressed))
+            assert rig.journalled(NodeJoined)[0].address == "127.0.0.1"
+
+    rig.go(scenario())
 
 
 def test_the_clocks_are_compared_with_the_first_heartbeats(rig: Any) -> None:

@@ -124,6 +124,14 @@ def test_names_of_files_are_shown_as_what_can_be_shown(answer, tmp_path):
     assert (missing.exit_code, "\x1b" in missing.output) == (66, False)
 
 
+def test_an_exit_record_alone(answer, tmp_path):
+    path = tmp_path / "rank3.exit"
+    path.write_text(json.dumps({"rank": 3, "local_rank": 3, "pid": 9, "status": 11, "ended_at": 1795292431.0}))
+    value = answer(path)
+    assert value["verdict"]["failure_class"] == "worker_crash"
+    assert value["verdict"]["culprits"] == [{"rank": 3}]
+
+
 @pytest.mark.parametrize(
     "record", [{"rank": 10**21, "status": 9}, {"rank": 1, "status": -1}, {"rank": 1, "status": 1e9}]
 )

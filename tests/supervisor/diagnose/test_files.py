@@ -31,6 +31,13 @@ def test_packed_files_are_unpacked_by_what_is_in_them(tmp_path, pack):
     assert read(path) == TEXT
 
 
+@pytest.mark.parametrize("pack", [gzip.compress, lambda data: zstandard.ZstdCompressor().compress(data)])
+def test_several_frames_in_one_file(tmp_path, pack):
+    path = tmp_path / "log"
+    path.write_bytes(pack(TEXT) + pack(TEXT))
+    assert read(path) == TEXT * 2
+
+
 @pytest.mark.parametrize("pack", [gzip.compress, lambda data: zstandard.ZstdCompressor().compress(data), lzma.compress])
 def test_what_is_cut_off_or_damaged_is_read_as_far_as_it_goes(tmp_path, pack):
     path = tmp_path / "log"
