@@ -328,6 +328,18 @@ def test_a_drain_that_found_no_scheduler_is_tried_until_the_end_and_then_told_of
     assert late.view().cordons[0].scheduler == "not drained: the job ended before slurm did it"
 
 
+def test_a_drain_that_a_pause_held_back_is_told_of_at_the_end(slurm: Any) -> None:
+    driver = slurm()
+    driver.order("pause")
+    driver.order("cordon", "c")
+    driver.order("stop")
+    assert driver.loud["request_given_up"]["paused"]
+    for name in "abc":
+        driver.tell(m.NodeDone, node=name)
+    assert driver.orders == []
+    assert driver.ended
+
+
 def requests(driver: Any) -> dict[str, str]:
     """Node -> what its newest assignment asks root's programs for."""
     return {name: sent.drain_request for name, sent in driver.told.items() if sent.drain_request}
