@@ -47,7 +47,7 @@ from supervisor.wire.peers import own_users, peer_uid
 
 log = logging.getLogger("unbroken.server")
 
-ACCEPTS_AT_ONCE = 64
+ACCEPTS_AT_ONCE = 256
 """Then others have their turn."""
 ACCEPT_AGAIN_S = 0.2
 """After descriptors have run out all the same."""

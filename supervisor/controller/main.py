@@ -313,6 +313,7 @@ def _collect_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
+    gc.enable()
     sys.setswitchinterval(SWITCH_S)
 
 
@@ -427,6 +428,7 @@ def main(arguments: Sequence[str] | None = None, settings: config.Settings | Non
     """`settings`: those of the user who starts it; else of the node that it runs on, else of its environment."""
     options = parser().parse_args(arguments)
     raise_descriptor_limit()
+    gc.disable()  # until the journal is replayed: nearly all that is made of it stays
     configure(options.log_level.upper())
     try:
         if settings is None:

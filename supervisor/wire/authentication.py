@@ -151,9 +151,7 @@ class ServerNonces:
 
     def use(self, server: str, now: float) -> bool:
         """Take note of its use; False where too many were used just now."""
-        for old, until in list(self._used.items()):  # in the order of their expiry
-            if until > now:
-                break
+        while self._used and self._used[old := next(iter(self._used))] <= now:  # in the order of their expiry
             del self._used[old]
         if len(self._used) >= USED_LIMIT:
             return False
