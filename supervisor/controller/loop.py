@@ -11,12 +11,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from recovery.schedulers import load_schedulers
+from recovery.scheduling import Answer, Scheduler
 from supervisor import messages as m
 from supervisor.blocking import BlockingCalls, timeout
 from supervisor.controller.heartbeats import Newest
@@ -256,7 +258,7 @@ class ControlLoop:
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
         self.outside: Callable[[m.SchedulerRequest | m.SchedulerComment | m.OpinionWanted], None] = lambda _: None
-        """Takes what others do for us (`supervisor.controller.executor`); their answers are posted as events."""
+        """Takes what others do for us (`supervisor.controller.loop`); their answers are posted as events."""
         self._fence = FenceWriter(journal.job_dir, journal.epoch)
         self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
         """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""
@@ -652,3 +654,111 @@ class ControlLoop:
 
     def _fire(self, timer: str) -> None:
         self.post(m.TimerFired(at=self.clock.now(), timer=timer))
+
+
+REQUEST_S = 60.0
+"""For one request; a scheduler has deadlines of its own, a plug-in may not."""
+_AGAIN = ("does not start", "starts")
+WAITING_LIMIT = 1000
+"""Requests under way at a time; one too many is answered `unavailable`, and given again by the job."""
+
+
+class Executor:
+    """Takes `ControlLoop.outside`'s actions. Requests are carried out one after the other, as they were given.
+
+    Their answers come back as events. Nothing in the controller waits for one, and no failure here ends it.
+    """
+
+    def __init__(
+        self,
+        post: Callable[[m.AnyEvent], None],
+        now: Callable[[], float],
+        spec: Callable[[], m.JobSpec],
+        schedulers: Mapping[str, Scheduler] | None = None,
+        opinion: Callable[[m.OpinionWanted], None] = lambda _: None,
+        life: int = 0,
+    ) -> None:
+        """`spec`: the job's, which names its scheduler and its id there. `schedulers` None: all that are known.
+        `life`: how often the scheduler has started the job again by now."""
+        self._post = post
+        self._now = now
+        self._spec = spec
+        self._schedulers = schedulers
+        self._opinion = opinion
+        self._life = life
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._turn: asyncio.Lock | None = None
+        self._comment: m.SchedulerComment | None = None
+        """The newest that has not been made."""
+        self._commenting: asyncio.Task[None] | None = None
+
+    def __call__(self, action: m.SchedulerRequest | m.SchedulerComment | m.OpinionWanted) -> None:
+        if isinstance(action, m.OpinionWanted):
+            self._opinion(action)
+        elif isinstance(action, m.SchedulerComment):
+            self._comment = action
+            if self._commenting is None or self._commenting.done():
+                self._commenting = asyncio.get_running_loop().create_task(self._make_comment())
+        elif action.kind == "requeue" and self._life > self._spec().requeues:
+            log.info("request %d has been carried out: it is why this process is here", action.number)
+        elif action.number in self._tasks:
+            log.info("request %d is under way", action.number)
+        elif len(self._tasks) >= WAITING_LIMIT:
+            self._post_answer(action, Answer(outcome="unavailable", text="too many requests are waiting"))
+        else:
+            task = asyncio.get_running_loop().create_task(self._carry_out(action))
+            self._tasks[action.number] = task
+            task.add_done_callback(lambda _: self._tasks.pop(action.number, None))
+
+    async def _carry_out(self, request: m.SchedulerRequest) -> None:
+        if self._turn is None:
+            self._turn = asyncio.Lock()
+        async with self._turn:
+            answer = await self._ask(request)
+        self._post_answer(request, answer)
+
+    async def _make_comment(self) -> None:
+        """The newest one; requests do not wait for it. What stands between is not missed."""
+        while self._comment is not None:
+            comment, self._comment = self._comment, None
+            answer = await self._ask(comment)
+            log.info("comment: %s: %s", answer.outcome, answer.text)
+
+    async def _ask(self, action: m.SchedulerRequest | m.SchedulerComment) -> Answer:
+        """What the job's scheduler answers, or why it does not."""
+        try:
+            async with timeout(REQUEST_S):
+                if self._schedulers is None:
+                    self._schedulers, problems = load_schedulers()
+                    for problem in problems:
+                        log.warning("%s", problem)
+                spec = self._spec()
+                job, scheduler = spec.scheduler_job, self._schedulers.get(spec.scheduler)
+                if scheduler is None:
+                    return Answer(outcome="unsupported", text=f"there is no scheduler {spec.scheduler!r}")
+                if isinstance(action, m.SchedulerComment):
+                    return await scheduler.comment(job, action.text)
+                if action.kind == "drain":
+                    return await scheduler.drain(action.node, action.reason)
+                if action.kind == "undrain":
+                    return await scheduler.undrain(action.node, job or spec.name)
+                if action.kind == "cancel":
+                    return await scheduler.cancel(job)
+                if action.kind == "look":
+                    again = await scheduler.starts_again(job, spec.requeues)
+                    return Answer(outcome="done" if again else "failed", text=f"it {_AGAIN[again]} the job again")
+                if action.kind == "end_step":
+                    return await scheduler.end_step(job, action.avoid)
+                return await scheduler.requeue(job, action.exclude, action.avoid)
+        except asyncio.TimeoutError:
+            return Answer(outcome="unavailable", text=f"no answer within {REQUEST_S:g} s")
+        except Exception as error:  # a plug-in's bug is told and costs nothing else
+            log.exception("the scheduler")
+            return Answer(outcome="failed", text=f"{type(error).__name__}: {str(error)[:200]}")
+
+    def _post_answer(self, request: m.SchedulerRequest, answer: Answer) -> None:
+        what = f"{request.kind} {request.node}".strip()
+        log.info("request %d (%s): %s: %s", request.number, what, answer.outcome, answer.text)
+        self._post(
+            m.SchedulerAnswered(at=self._now(), number=request.number, outcome=answer.outcome, text=answer.text[:500])
+        )

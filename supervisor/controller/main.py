@@ -174,8 +174,8 @@ def build(
     goes on. Raises OtherVersion where the journal of a living job was written by a version that decided otherwise.
     """
     # The core is imported here so that reading `controller.json` does not cost it.
-    from supervisor.controller.executor import Executor
     from supervisor.controller.heartbeats import HeartbeatEvents
+    from supervisor.controller.loop import Executor
     from supervisor.controller.report import live_view
     from supervisor.job.job import Job
     from supervisor.opinion.queue import opinion_queue

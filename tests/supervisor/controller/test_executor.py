@@ -7,8 +7,8 @@ import pytest
 
 from recovery.schedulers import Local
 from recovery.scheduling import Answer, Scheduler
-from supervisor.controller import executor as module
-from supervisor.controller.executor import Executor
+from supervisor.controller import loop as module
+from supervisor.controller.loop import Executor
 from supervisor.messages import AnyEvent, JobSpec, SchedulerAnswered, SchedulerComment, SchedulerRequest
 
 
