@@ -24,7 +24,7 @@ from diagnosis.signals import Frozen
 from recovery.checkpoint import INCOMPLETE, Checkpoint, Preparation, Restore, SetAside, newest
 from recovery.formats import inspect
 from recovery.formats.files import COPIES, SET_ASIDE, shape, step_in_name
-from recovery.formats.folders import DEEPSPEED_TRACKER, MEGATRON_TRACKER, read_pointer
+from recovery.formats.folders import TRACKERS, read_pointer
 from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints, stale_pointer
 from recovery.provenance import Provenance
 
@@ -240,8 +240,8 @@ class QuarantineRecord(Frozen, frozen=True, kw_only=True):
     """The job's folder."""
 
 
-def set_aside(path: Path, why: str, bounds: Bounds | None = None) -> Path:
-    """Move a checkpoint to `.unbroken-set-aside/` next to it; the new path. Raises OSError.
+def set_aside(path: Path, why: str, bounds: Bounds | None = None) -> QuarantineRecord:
+    """Move a checkpoint to `.unbroken-set-aside/` next to it; what was done. Raises OSError.
 
     The record is written first, so that whatever has been moved can be explained and moved back. A torn file takes
     the place of an earlier torn one of the same name, which the script would have overwritten: on a full disk every
@@ -253,9 +253,9 @@ def set_aside(path: Path, why: str, bounds: Bounds | None = None) -> Path:
     with own_folder(home) as held, around_of(path) as there:
         again = why.startswith(INCOMPLETE) and path.is_file() and _is_torn(held / path.name, bounds.job)
         name = path.name if again else _unused(held, path.name)
-        target = home / name
+        moved_to = str(home / name)
         record = QuarantineRecord(
-            done="set_aside", path=str(path), moved_to=str(target), why=why, at=time.time(), job=bounds.job
+            done="set_aside", path=str(path), moved_to=moved_to, why=why, at=time.time(), job=bounds.job
         )
         note = held / (name + RECORD_SUFFIX)
         try:
@@ -277,7 +277,7 @@ def set_aside(path: Path, why: str, bounds: Bounds | None = None) -> Path:
             raise PreparationError(f"{path} was written by somebody else just now")
         sync_folder(held)
         sync_folder(there.parent)
-    return target
+    return record
 
 
 def point(link: Path, target: str) -> None:
@@ -516,94 +516,65 @@ def _drop_old_copies(home: Path, newest: Path, is_own: Callable[[Path], bool]) -
 
 # ----- tracker files, small files and links that name a checkpoint that was moved aside -----
 
-TRACKERS: Final = (MEGATRON_TRACKER, DEEPSPEED_TRACKER)
-
 
 def mend_pointers(folder: Path, chosen: Checkpoint | None, bounds: Bounds | None = None) -> list[QuarantineRecord]:
-    """Make the tracker files of a folder name `chosen`, else move aside those that name nothing. Raises OSError.
+    """Make what names a checkpoint in a folder name `chosen`; without one, what names nothing moves aside.
 
-    Tracker files that are missing are written where the format needs one (`chosen.format`). So are symbolic links
-    (`latest -> step-100`) mended whose target was moved aside. What is not the job's is left as it is.
+    Links (`latest -> step-100`) and small files (`latest.txt`) are mended where this job moved away what they name.
+    Tracker files that are missing are written where the format needs one (`chosen.format`). What is not the job's is
+    left as it is. Raises OSError.
     """
     bounds = bounds or GivenFolders()
-    inside = chosen is not None and Path(chosen.path).parent == folder
-    records = [*_mend_links(folder, chosen, bounds), *_mend_markers(folder, chosen if inside else None, bounds)]
-    for name, format_name in ((MEGATRON_TRACKER, "megatron"), (DEEPSPEED_TRACKER, "deepspeed")):
-        pointer = folder / name
-        if bounds.why_not(pointer):
-            continue
-        before = read_pointer(pointer)
-        text = ""
-        if chosen is not None and inside and chosen.format == format_name:
-            text = str(chosen.step) if format_name == "megatron" else Path(chosen.path).name
-        elif chosen is not None and inside and before and chosen.step is not None and stale_pointer(pointer):
-            text = str(chosen.step) if before.isdigit() else Path(chosen.path).name  # others use these names, too
-        if (text or None) == before or (before is None and not text):
-            continue
-        if text:
-            replace(pointer, text.encode())
-            bounds.changed(pointer)
-            record = QuarantineRecord(done="pointer", path=str(pointer), before=before, after=text, at=time.time())
-            keep_record(folder, name, record)
-            records.append(record)
-        elif stale_pointer(pointer) is not None:
-            target = set_aside(pointer, "it names a checkpoint that is not there, and there is no complete one", bounds)
-            records.append(QuarantineRecord(done="set_aside", path=str(pointer), moved_to=str(target), at=time.time()))
-    return records
-
-
-def _mend_links(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[QuarantineRecord]:
-    aside = {record.path for record in _moved(folder, bounds.job)}
+    if chosen is not None and Path(chosen.path).parent != folder:
+        chosen = None
+    name = Path(chosen.path).name if chosen is not None else ""
     records: list[QuarantineRecord] = []
-    for link in sorted(folder.iterdir()) if aside else ():
-        if not link.is_symlink() or link.exists() or str(folder / os.readlink(link)) not in aside:
-            continue
-        if bounds.why_not(link):
-            continue
+    aside = {one.path for one in read_records(folder) if one.done == "set_aside" and one.job == bounds.job}
+    inside = sorted(folder.iterdir()) if aside else []
+    for link in filter(Path.is_symlink, inside):
         before = os.readlink(link)
-        if chosen is None or Path(chosen.path).parent != folder:
-            target = set_aside(link, f"it points to {before}, which was moved aside", bounds)
-            records.append(QuarantineRecord(done="set_aside", path=str(link), moved_to=str(target), at=time.time()))
-            continue
-        record = QuarantineRecord(
-            done="link", path=str(link), before=before, after=Path(chosen.path).name, at=time.time()
-        )
-        point(link, Path(chosen.path).name)
-        bounds.changed(link)
-        keep_record(folder, link.name, record)
-        records.append(record)
-    return records
-
-
-def _moved(folder: Path, job: str) -> list[QuarantineRecord]:
-    """What this job moved aside from a folder; others may use it as well."""
-    return [record for record in read_records(folder) if record.done == "set_aside" and record.job == job]
-
-
-def _mend_markers(folder: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[QuarantineRecord]:
-    """Small files (`latest.txt`) that name a checkpoint which was moved aside."""
-    aside = {os.path.basename(record.path) for record in _moved(folder, bounds.job)}
-    records: list[QuarantineRecord] = []
-    for path in sorted(folder.iterdir()) if aside else ():
+        if not link.exists() and str(folder / before) in aside and not bounds.why_not(link):
+            why = f"it points to {before}, which was moved aside"
+            records.append(_mended("link", link, before, name, why, bounds))
+    names = {os.path.basename(path) for path in (*aside, *(one.path for one in records if one.done == "set_aside"))}
+    for path in inside:
         if path.suffix not in ("", ".txt") or path.name in TRACKERS or path.is_symlink() or not path.is_file():
             continue
-        if bounds.why_not(path):
-            continue
-        before = read_pointer(path) or ""
-        named = os.path.basename(before)
-        if named not in aside or os.path.lexists(folder / named):
-            continue
-        if chosen is None:
-            target = set_aside(path, f"it names {named}, which was moved aside, and there is no complete one", bounds)
-            records.append(QuarantineRecord(done="set_aside", path=str(path), moved_to=str(target), at=time.time()))
-            continue
-        after = before.removesuffix(named) + os.path.basename(chosen.path)
-        replace(path, after.encode())
-        bounds.changed(path)
-        record = QuarantineRecord(done="pointer", path=str(path), before=before, after=after, at=time.time())
-        keep_record(folder, path.name, record)
-        records.append(record)
+        text = "" if bounds.why_not(path) else read_pointer(path) or ""
+        named = os.path.basename(text)
+        if named in names and not os.path.lexists(folder / named):
+            why = f"it names {named}, which was moved aside, and there is no complete one"
+            records.append(_mended("pointer", path, text, name and text.removesuffix(named) + name, why, bounds))
+    for path in (folder / tracker for tracker in TRACKERS):
+        records += () if bounds.why_not(path) else _mended_tracker(path, chosen, bounds)
     return records
+
+
+def _mended_tracker(path: Path, chosen: Checkpoint | None, bounds: Bounds) -> list[QuarantineRecord]:
+    before, after = read_pointer(path), ""
+    stale = stale_pointer(path) is not None
+    if chosen is not None and chosen.format == TRACKERS[path.name]:
+        after = str(chosen.step) if chosen.format == "megatron" else Path(chosen.path).name
+    elif chosen is not None and before and chosen.step is not None and stale:  # others use these names, too
+        after = str(chosen.step) if before.isdigit() else Path(chosen.path).name
+    if (after and after == before) or not (after or stale):
+        return []
+    why = "it names a checkpoint that is not there, and there is no complete one"
+    return [_mended("pointer", path, before, after, why, bounds)]
+
+
+def _mended(done: str, path: Path, before: str | None, after: str, why: str, bounds: Bounds) -> QuarantineRecord:
+    """Have a link or a small file name `after`; where that is empty, move it aside."""
+    if not after:
+        return set_aside(path, why, bounds)
+    record = QuarantineRecord(done=done, path=str(path), before=before, after=after, at=time.time())
+    if done == "link":
+        point(path, after)
+    else:
+        replace(path, after.encode())
+    bounds.changed(path)
+    keep_record(path.parent, path.name, record)
+    return record
 
 
 def restore(copy: Path, path: Path, bounds: Bounds | None = None) -> bool:
@@ -741,10 +712,10 @@ def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) ->
         why = INCOMPLETE + found.why if found is not None else why
     path = bounds.smallest(path)
     try:
-        target = set_aside(path, why, bounds)
+        record = set_aside(path, why, bounds)
     except NotOurFolder as error:
         return [f"{path} was left in place, although it cannot be used ({why}): {error}"], False
-    return [f"{path} was moved to {target}: {why}"], True
+    return [f"{path} was moved to {record.moved_to}: {why}"], True
 
 
 def _described(record: QuarantineRecord) -> str:

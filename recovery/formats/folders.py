@@ -163,6 +163,8 @@ def _missing_shards(index: Path, sizes: dict[str, int]) -> str:
 
 MEGATRON_TRACKER: Final = "latest_checkpointed_iteration.txt"
 DEEPSPEED_TRACKER: Final = "latest"
+TRACKERS: Final = {MEGATRON_TRACKER: "megatron", DEEPSPEED_TRACKER: "deepspeed"}
+"""Tracker file -> its format."""
 _POINTER_LIMIT: Final = 4096
 _WEIGHTS: Final = (
     r"(?:adapter_|pytorch_)?model[\w.-]*\.(?:safetensors|bin)(?:\.index\.json)?"

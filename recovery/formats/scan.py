@@ -35,9 +35,9 @@ from recovery.formats.files import (
     step_in_name,
 )
 from recovery.formats.folders import (
-    DEEPSPEED_TRACKER,
     MEGATRON_TRACKER,
     NOT_TORCH,
+    TRACKERS,
     inspect_file,
     list_tree,
     read_pointer,
@@ -53,7 +53,6 @@ FOLDERS: Final = 256
 LEVELS: Final = 3
 _LOADED: Final = (*SUFFIXES, ".safetensors", SHARD_SUFFIX, ".index.json", METADATA, "trainer_state.json")
 """How names end that a script may load with a checkpoint: put there by somebody else, they make it doubtful."""
-TRACKERS: Final = (MEGATRON_TRACKER, DEEPSPEED_TRACKER)
 
 Takes = Callable[[str, os.stat_result, int], bool]
 
@@ -677,7 +676,7 @@ class CheckpointScanner:
             stat = path.stat()
             if not path.is_dir():
                 return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            outside = tuple(_time(path.parent / name) for name in (MEGATRON_TRACKER, DEEPSPEED_TRACKER))
+            outside = tuple(_time(path.parent / name) for name in TRACKERS)
             own = (stat.st_mtime_ns, stat.st_ino, *outside)
             if before is not None and before.fingerprint[: len(own)] == own:
                 settled = before.checkpoint is not None and before.checkpoint.complete

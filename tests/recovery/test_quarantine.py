@@ -53,19 +53,19 @@ class TestSetAside:
         path = tmp_path / "ckpt-10.pt"
         for _ in range(3):
             tear(save(path, 10))
-            moved = set_aside(path, INCOMPLETE + "it is torn")
-        assert sorted(p.name for p in moved.parent.iterdir()) == ["ckpt-10.pt", "ckpt-10.pt.why.json"]
+            moved = set_aside(path, INCOMPLETE + "it is torn").moved_to
+        assert sorted(p.name for p in Path(moved).parent.iterdir()) == ["ckpt-10.pt", "ckpt-10.pt.why.json"]
         save(path, 10)
-        assert set_aside(path, "rolled back") != moved
+        assert set_aside(path, "rolled back").moved_to != moved
         save(tmp_path / "ckpt-20.pt", 20)
-        whole = set_aside(tmp_path / "ckpt-20.pt", "rolled back")
+        whole = set_aside(tmp_path / "ckpt-20.pt", "rolled back").moved_to
         tear(save(tmp_path / "ckpt-20.pt", 20))
-        assert set_aside(tmp_path / "ckpt-20.pt", INCOMPLETE + "it is torn") != whole, "what is whole stays"
+        assert set_aside(tmp_path / "ckpt-20.pt", INCOMPLETE + "it is torn").moved_to != whole, "what is whole stays"
 
     def test_moves_explains_and_can_be_undone(self, tmp_path: Path) -> None:
         path = save(tmp_path / "ckpt-10.pt", 10)
-        first = set_aside(path, "torn")
-        second = set_aside(save(tmp_path / "ckpt-10.pt", 10), "again")
+        first = Path(set_aside(path, "torn").moved_to)
+        second = Path(set_aside(save(tmp_path / "ckpt-10.pt", 10), "again").moved_to)
         assert not path.exists()
         assert first != second
         records = read_records(tmp_path)
