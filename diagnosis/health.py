@@ -10,13 +10,12 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.signals import Evidence, Finding, Frozen
+from diagnosis.signals import Evidence, Finding, Frozen, Scope
 from diagnosis.taxonomy import FailureClass
 
 Status = Literal["healthy", "unhealthy", "unknown", "not_applicable"]
 Level = Literal["warning", "critical"]
 When = Literal["continuous", "periodic", "preflight"]
-Scope = Literal["rank", "gpu", "node", "fabric", "storage", "job"]
 
 OK, WARNING, CRITICAL, UNKNOWN = 0, 1, 2, 3
 """Exit codes of a health check as Nagios and its heirs read them."""

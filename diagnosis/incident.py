@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from diagnosis.signals import Evidence, Finding, Frozen, NodeEvidence, RankStack
+from diagnosis.signals import Evidence, Finding, Frozen, KernelEvent, NodeEvidence, RankStack
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
 
 if TYPE_CHECKING:  # every process of ours loads this module, and few of them read lines; nothing here is decoded
-    from diagnosis.kernel.log import KernelEvent
     from diagnosis.rules import RuleMatch
     from diagnosis.tracebacks import Traceback
 

@@ -15,8 +15,8 @@ from typing import Final, Literal
 import msgspec
 
 from diagnosis import tables
-from diagnosis.kernel.xid import DriverError, read_sxid, read_xid
-from diagnosis.signals import Evidence, Finding, Frozen, Signal, clean_text
+from diagnosis.kernel.xid import details, read_sxid, read_xid
+from diagnosis.signals import Evidence, Finding, Frozen, KernelEvent, Scope, Severity, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import HIDDEN, Words, blind, literal, shape
 
@@ -68,8 +68,6 @@ _RAISED: Final = re.compile(rb"\s*(?:\[\w+\]:? ?)?[A-Za-z_][\w.]*(?:Error|Except
 Role = Literal["cause", "symptom", "cascade", "outcome"]
 """`cause` and `symptom` as in the taxonomy; `outcome`: how the job ended; `cascade`: what a rank says when another one
 has died (connection closed, store gone): it names a class only if no other rank failed first."""
-Severity = Literal["fatal", "error", "warning"]
-Scope = Literal["rank", "gpu", "node", "fabric", "storage", "job"]
 
 
 class Rule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
@@ -301,7 +299,7 @@ def _matched(rule: Rule, match: re.Match[bytes], line: bytes) -> RuleMatch:
     reading = _driver_error(rule.id, line)
     if reading is not None:
         failure_class, confidence = reading.failure_class, reading.confidence
-        fields = {**reading.detail, **fields, "code": str(reading.code)}
+        fields = {**details(reading), **fields, "code": str(reading.code)}
         if reading.device:
             fields["pci"] = reading.device
     if _OF_DRIVER.search(line) is not None:
@@ -362,7 +360,7 @@ def _said(line: bytes, start: int) -> str:
     return clean_text(line[begin:].decode(errors="replace"))
 
 
-def _driver_error(rule: str, line: bytes) -> DriverError | None:
+def _driver_error(rule: str, line: bytes) -> KernelEvent | None:
     if rule not in ("xid", "sxid"):
         return None
     text = line.decode(errors="replace")

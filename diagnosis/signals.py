@@ -15,6 +15,16 @@ import msgspec
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import redact
 
+Scope = Literal["rank", "gpu", "node", "fabric", "storage", "job"]
+Severity = Literal["fatal", "error", "warning"]
+KernelSeverity = Literal["fatal", "error", "warning", "info"]
+"""`fatal`: ends the process or takes the GPU away. `error`: may have. `warning`: worth telling, no cause by itself.
+`info`: nobody's fault."""
+KernelKind = Literal[
+    "xid", "sxid", "fallen_off_bus", "gpu_driver", "oom_kill", "mlx5", "link", "mce", "edac", "aer", "nvme", "block",
+    "filesystem", "nfs", "lustre", "hung_task", "lockup", "oops", "segfault", "other",
+]  # fmt: skip
+
 _UNPRINTABLE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
     r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # turned writing, names that are no UTF-8
@@ -208,14 +218,46 @@ class Signal(Frozen, frozen=True, kw_only=True):
     boot_id: str = ""
 
 
+class KernelEvent(Frozen, frozen=True, kw_only=True):
+    """One message of the kernel that tells of trouble: what a line of the kernel log becomes."""
+
+    kind: KernelKind
+    rule: str
+    """Id of the rule; `xid_79`, `sxid_20034` for these."""
+    failure_class: FailureClass
+    severity: KernelSeverity
+    scope: Scope
+    text: str
+    """Its (first) line without stamps; cleaned."""
+    line: int
+    """Number of its first line (of an OOM kill: the line that names who was killed), from 1."""
+    code: int | None = None
+    """The Xid or SXid, or the killed process."""
+    device: str = ""
+    """PCI address `dddd:bb:dd`, or the kernel's name of it."""
+    action: str = ""
+    """What the tables of Xids and SXids say to do; empty: what the class asks for."""
+    confidence: float = 0.8
+    pid: int | None = None
+    """The process it is about."""
+    gpu_uuid: str = ""
+    consequence: bool = False
+    """It says itself, or its table says, that something else came first."""
+    fields: dict[str, str] = {}
+    at: float | None = None
+    """Unix time, where its stamp has a date (without a zone: as if it were UTC)."""
+    uptime: float | None = None
+    """Seconds since the kernel started, where its stamp says that."""
+
+
 class Finding(Frozen, frozen=True, kw_only=True):
     """A rule's reading of a signal."""
 
     rule: str
     failure_class: FailureClass
     confidence: float
-    scope: Literal["rank", "gpu", "node", "fabric", "storage", "job"]
-    severity: Literal["fatal", "error", "warning"]
+    scope: Scope
+    severity: Severity
     evidence: Evidence
     node: str = ""
     rank: int | None = None

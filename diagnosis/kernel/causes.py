@@ -7,8 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis.kernel.log import KernelEvent
-from diagnosis.signals import Evidence, Finding
+from diagnosis.signals import Evidence, Finding, KernelEvent
 from diagnosis.taxonomy import FailureClass
 
 REPEAT_GAP_S: Final = 180.0

@@ -19,17 +19,10 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from diagnosis.kernel.xid import Tables, pci_address, read_sxid, read_xid
-from diagnosis.signals import Frozen, clean_text
+from diagnosis.signals import Frozen, KernelEvent, KernelKind, KernelSeverity, Scope, clean_text
 from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import Words, blind, literal
-
-Kind = Literal[
-    "xid", "sxid", "fallen_off_bus", "gpu_driver", "oom_kill", "mlx5", "link", "mce", "edac", "aer", "nvme", "block",
-    "filesystem", "nfs", "lustre", "hung_task", "lockup", "oops", "segfault", "other",
-]  # fmt: skip
-Severity = Literal["fatal", "error", "warning", "info"]
-Scope = Literal["rank", "gpu", "node", "fabric", "storage", "job"]
 
 
 class KernelRule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"failure_class": "class"}):
@@ -39,9 +32,9 @@ class KernelRule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """
 
     id: str
-    kind: Kind
+    kind: KernelKind
     failure_class: FailureClass
-    severity: Severity = "error"
+    severity: KernelSeverity = "error"
     scope: Scope = "node"
     confidence: float = 0.0
     """0: what its severity stands for."""
@@ -68,39 +61,7 @@ class KernelRule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Lines that must mean nothing, to any rule."""
 
 
-class KernelEvent(Frozen, frozen=True, kw_only=True):
-    """One message of the kernel that tells of trouble."""
-
-    kind: Kind
-    rule: str
-    """Id of the rule; `xid_79`, `sxid_20034` for these."""
-    failure_class: FailureClass
-    severity: Severity
-    scope: Scope
-    text: str
-    """Its (first) line without stamps; cleaned."""
-    line: int
-    """Number of its first line (of an OOM kill: the line that names who was killed), from 1."""
-    code: int | None = None
-    """The Xid or SXid, or the killed process."""
-    device: str = ""
-    """PCI address `dddd:bb:dd`, or the kernel's name of it."""
-    action: str = ""
-    """What the tables of Xids and SXids say to do; empty: what the class asks for."""
-    confidence: float = 0.8
-    pid: int | None = None
-    """The process it is about."""
-    gpu_uuid: str = ""
-    consequence: bool = False
-    """It says itself, or its table says, that something else came first."""
-    fields: dict[str, str] = {}
-    at: float | None = None
-    """Unix time, where its stamp has a date (without a zone: as if it were UTC)."""
-    uptime: float | None = None
-    """Seconds since the kernel started, where its stamp says that."""
-
-
-CONFIDENCE: Final[dict[Severity, float]] = {"fatal": 0.9, "error": 0.8, "warning": 0.4, "info": 0.2}
+CONFIDENCE: Final[dict[KernelSeverity, float]] = {"fatal": 0.9, "error": 0.8, "warning": 0.4, "info": 0.2}
 _PLACEHOLDERS: Final = {
     "pci": r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.[0-7])?",
     "dev": r"[A-Za-z][\w!.-]{0,31}",
@@ -520,18 +481,22 @@ class KernelReader:
         if "xid" in low or "nvswitch" in low:
             # Lines that were written at once may have become one.
             parts = _XIDS.split(text)[:MAX_XIDS] if low.count("xid") > 1 else [text]
-            events = [event for part in parts if (event := self._read_driver_error(part, stamp)) is not None]
-            if events:
-                return events
-        if "kill" in low or "oom" in low:
-            found = self._kills.read(text, low, lambda: self._event_base(text, stamp))
-            if found is not None:
+            events = [read_xid(part, self._tables) or read_sxid(part, self._tables) for part in parts]
+            found = [self._placed(event, stamp) for event in events if event is not None]
+            if found:
                 return found
+        if "kill" in low or "oom" in low:
+            killed = self._kills.read(text, low, lambda: self._event_base(text, stamp))
+            if killed is not None:
+                return killed
         for one in candidates:
             match = one.regex.search(text) if _has_one(low, one.literals) else None
             if match is not None:
                 return self._matched(one, match, text, stamp)
         return self._more(text)
+
+    def _placed(self, event: KernelEvent, stamp: Stamp) -> KernelEvent:
+        return msgspec.structs.replace(event, line=self._line, at=stamp.at, uptime=stamp.uptime)
 
     def _event_base(self, text: str, stamp: Stamp) -> KernelEvent:
         return KernelEvent(
@@ -543,43 +508,6 @@ class KernelReader:
             confidence=0.93,
             text=clean_text(text.strip()),
             line=self._line,
-            at=stamp.at,
-            uptime=stamp.uptime,
-        )
-
-    def _read_driver_error(self, text: str, stamp: Stamp) -> KernelEvent | None:
-        error = read_xid(text, self._tables) or read_sxid(text, self._tables)
-        if error is None:
-            return None
-        optional = {
-            "follows": error.follows,
-            "process": error.process,
-            "mig": error.mig,
-            "link": error.link,
-            "after": " ".join(map(str, error.after)),
-            "mnemonic": error.mnemonic,
-            "pid": error.pid,
-        }
-        return KernelEvent(
-            kind=error.kind,
-            rule=f"{error.kind}_{error.code}",
-            failure_class=error.failure_class,
-            severity=error.severity,
-            scope="gpu" if error.kind == "xid" else "node",
-            text=clean_text(text.strip()),
-            line=self._line,
-            code=error.code,
-            device=error.device,
-            action=error.action,
-            confidence=error.confidence,
-            pid=error.pid,
-            gpu_uuid=error.gpu_uuid,
-            consequence=error.consequence,
-            fields={
-                "code": str(error.code),
-                **error.detail,
-                **{name: str(value) for name, value in optional.items() if value not in (None, "")},
-            },
             at=stamp.at,
             uptime=stamp.uptime,
         )
@@ -662,7 +590,7 @@ def _has_one(text: str, words: tuple[str, ...]) -> bool:
     return False
 
 
-_WORDS: Final[dict[str, Severity]] = {
+_WORDS: Final[dict[str, KernelSeverity]] = {
     "fatal": "fatal", "recoverable": "error", "corrected": "warning", "info": "info",
 }  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Reads the error lines of NVIDIA's drivers: Xid (a GPU) and SXid (an NVSwitch).
 
-One line in, one frozen `DriverError` out, whatever the driver's version, the log's prefix or the text.
+One line in, one `KernelEvent` out, whatever the driver's version, the log's prefix or the text.
 Nothing here remembers: the caller sees what repeats and what follows what, from `follows`, `after` and `consequence`.
 What the codes mean is data: `xid.toml` (NVIDIA's catalogue, generated), `xid_overrides.toml` (what a code means to a
 training job), `sxid.toml`, `nvlink.toml`, and a site's own rows.
@@ -11,20 +11,16 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.signals import Frozen, clean_text
+from diagnosis.signals import Frozen, KernelEvent, KernelSeverity, clean_text
 from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass, RemedyAction
 
 MAX_LINE: Final = 2048
 """Characters of a line that are looked at."""
-
-Severity = Literal["fatal", "error", "warning", "info"]
-"""`fatal`: ends the process or takes the GPU away. `error`: may have. `warning`: worth telling, no cause by itself.
-`info`: nobody's fault."""
 
 
 class XidRow(
@@ -35,7 +31,7 @@ class XidRow(
     mnemonic: str = ""
     failure_class: FailureClass = FailureClass.GPU_DRIVER
     action: RemedyAction = "restart"
-    severity: Severity = "warning"
+    severity: KernelSeverity = "warning"
     consequence: bool = False
     """Written when something else has gone wrong: never the first cause."""
     after: tuple[int, ...] = ()
@@ -157,45 +153,47 @@ def default_tables() -> Tables:
 _load: Final = functools.partial(load, "diagnosis.kernel")
 
 
-_CONFIDENCE: Final[dict[Severity, float]] = {"fatal": 0.92, "error": 0.7, "warning": 0.4, "info": 0.2}
+_CONFIDENCE: Final[dict[KernelSeverity, float]] = {"fatal": 0.92, "error": 0.7, "warning": 0.4, "info": 0.2}
 
 
-class DriverError(Frozen, frozen=True, kw_only=True):
-    """One Xid or SXid line."""
+_OF_EVERY_LINE: Final = frozenset({"code", "follows", "process", "mig", "link", "after", "mnemonic", "pid"})
 
-    kind: Literal["xid", "sxid"]
-    code: int
-    known: bool = True
-    """False: no table has the code."""
-    mnemonic: str = ""
-    failure_class: FailureClass
-    action: RemedyAction
-    severity: Severity
-    consequence: bool = False
-    """Follows from something else: never the first cause."""
-    after: tuple[int, ...] = ()
-    """Codes of the same kind that it comes with and tells less than."""
-    device: str = ""
-    """PCI address `dddd:bb:dd`; empty when the line does not tell."""
-    link: int | None = None
-    detail: dict[str, str] = {}
-    """What else the line says, decoded."""
-    message: str = ""
-    """What the driver says after the code (and the process)."""
-    gpu_uuid: str = ""
-    mig: str = ""
-    """GPU instance of MIG, or `instance/compute instance`."""
-    pid: int | None = None
-    process: str = ""
-    follows: int | None = None
-    """The Xid that the driver itself says was before."""
-    switch: int | None = None
-    """The N of `nvidia-nvswitchN`."""
 
-    @property
-    def confidence(self) -> float:
-        """How sure it is that this is the cause of what happened at the time."""
-        return min(_CONFIDENCE[self.severity], 0.4) if self.consequence else _CONFIDENCE[self.severity]
+def details(event: KernelEvent) -> dict[str, str]:
+    """The fields that only this Xid's own message has."""
+    return {name: value for name, value in event.fields.items() if name not in _OF_EVERY_LINE}
+
+
+def _event(
+    kind: Literal["xid", "sxid"],
+    code: int,
+    row: XidRow,
+    where: str,
+    line: str,
+    said: Mapping[str, object],
+    pid: int | None = None,
+) -> KernelEvent:
+    """The event of a line. `row`: of its code, as the line changed it. `said`: what else the line tells."""
+    confidence = _CONFIDENCE[row.severity]
+    uuid = _UUID.search(where) if kind == "xid" else None
+    fields = {"code": code, **said, "after": " ".join(map(str, row.after)), "mnemonic": row.mnemonic, "pid": pid}
+    return KernelEvent(
+        kind=kind,
+        rule=f"{kind}_{code}",
+        failure_class=row.failure_class,
+        severity=row.severity,
+        scope="gpu" if kind == "xid" else "node",
+        text=clean_text(line.strip()),
+        line=0,
+        code=code,
+        device=pci_address(where),
+        action=row.action,
+        confidence=min(confidence, 0.4) if row.consequence else confidence,
+        pid=pid,
+        gpu_uuid=f"{uuid[0][:3].upper()}{uuid[0][3:].lower()}" if uuid else "",
+        consequence=row.consequence,
+        fields={name: str(value) for name, value in fields.items() if value not in (None, "")},
+    )
 
 
 _FLAGS: Final = re.IGNORECASE | re.ASCII
@@ -205,7 +203,7 @@ _XID: Final = re.compile(
     _FLAGS,
 )
 _SXID: Final = re.compile(
-    r"(?:nvswitch(?P<switch>\d{1,3})\s?:?\s)?\bSXid\s?\((?P<where>[^()\n]{1,120})\)\s?:?\s{0,9}"
+    r"(?:nvswitch\d{1,3}\s?:?\s)?\bSXid\s?\((?P<where>[^()\n]{1,120})\)\s?:?\s{0,9}"
     r"(?P<code>\d{3,6})(?!\w|\.\d)[\s,:]*(?P<rest>[^\n]*)",
     _FLAGS,
 )
@@ -230,46 +228,32 @@ _FOLLOWS: Final = re.compile(r"caused by (?:a )?previous Xid\s+(\d{1,5})", _FLAG
 _LINK: Final = re.compile(r"\blink\s+(\d{1,3})\b", _FLAGS)
 
 
-def read_xid(line: str, tables: Tables | None = None, r575: bool | None = None) -> DriverError | None:
+def read_xid(line: str, tables: Tables | None = None) -> KernelEvent | None:
     """The Xid that a line of the kernel log tells, or None. Never raises.
 
-    `r575`: whether the driver is R575 or newer (NVLink 5 words changed then); None: not known.
+    The number and the time of the line are the caller's.
     """
     at = _find(line, "Xid", "xid", "XID")
     match = _XID.search(_clean(line, at)) if at >= 0 else None
     if match is None:
         return None
     tables = tables or default_tables()
-    code = int(match["code"])
+    code, where = int(match["code"]), match["where"]
     row = tables.xid.get(code, UNKNOWN_XID)
-    where = match["where"]
     pid, process, message = _process(match["rest"])
-    uuid = _UUID.search(where)
     follows = _FOLLOWS.search(message)
     link = _LINK.search(message)
-    reading = DriverError(
-        kind="xid",
-        code=code,
-        known=code in tables.xid,
-        mnemonic=row.mnemonic,
-        failure_class=row.failure_class,
-        action=row.action,
-        severity=row.severity,
-        consequence=row.consequence,
-        after=row.after,
-        device=pci_address(where),
-        gpu_uuid=f"{uuid[0][:3].upper()}{uuid[0][3:].lower()}" if uuid else "",
-        mig="/".join(number for _, number in sorted(_MIG.findall(where + match["mig"]))),
-        pid=pid,
-        process=process,
-        follows=int(follows[1]) if follows else None,
-        message=clean_text(message, 300),
-        link=int(link[1]) if link else None,
-    )
-    changes = _details(code, message, tables, r575)
+    detail, changes = _details(code, message, tables)
     if follows is not None:
         changes |= _following(row, tables.xid.get(int(follows[1])))
-    return _changed(reading, row, changes)
+    said = {
+        **detail,
+        "follows": int(follows[1]) if follows else None,
+        "process": process,
+        "mig": "/".join(number for _, number in sorted(_MIG.findall(where + match["mig"]))),
+        "link": int(link[1]) if link else None,
+    }
+    return _event("xid", code, _changed(row, changes), where, line, said, pid)
 
 
 def _following(row: XidRow, first: XidRow | None) -> Changes:
@@ -280,11 +264,11 @@ def _following(row: XidRow, first: XidRow | None) -> Changes:
     return changes
 
 
-def _changed(reading: DriverError, row: XidRow, changes: Changes) -> DriverError:
-    """The reading with what its line tells; what the site has set stays."""
-    names = {"failure_class": "class", "mnemonic": "name"}
+def _changed(row: XidRow, changes: Changes) -> XidRow:
+    """The row with what a line tells; what the site has set stays."""
+    names = {"failure_class": "class"}
     kept = {field: value for field, value in changes.items() if names.get(field, field) not in row.site}
-    return msgspec.structs.replace(reading, **kept) if kept else reading
+    return msgspec.structs.replace(row, **kept) if kept else row
 
 
 def pci_address(text: str) -> str:
@@ -313,7 +297,7 @@ def _process(rest: str) -> tuple[int | None, str, str]:
     return pid, "" if name.startswith("<") else clean_text(name, 100), message.strip()
 
 
-def read_sxid(line: str, tables: Tables | None = None) -> DriverError | None:
+def read_sxid(line: str, tables: Tables | None = None) -> KernelEvent | None:
     """The SXid that a line of the kernel log or of the fabric manager's log tells, or None. Never raises.
 
     The lines that continue one (`Severity ...`, `Data {...}`) are None.
@@ -322,11 +306,8 @@ def read_sxid(line: str, tables: Tables | None = None) -> DriverError | None:
     if at < 0:
         return None
     text = _clean(line, at)
-    match = _SXID.search(text)
-    if match is not None:
-        return _sxid(match, match["where"], match["switch"], tables or default_tables())
-    match = _FABRIC_MANAGER.search(text)
-    return _sxid(match, match["rest"], None, tables or default_tables()) if match is not None else None
+    match = _SXID.search(text) or _FABRIC_MANAGER.search(text)
+    return _sxid(match, line, tables or default_tables()) if match is not None else None
 
 
 def _find(line: str, *words: str) -> int:
@@ -344,61 +325,43 @@ def _clean(line: str, at: int) -> str:
     return clean_text(_WRITTEN_ESCAPE.sub("", text) if "[" in text else text, MAX_LINE + 300)
 
 
-def _sxid(match: re.Match[str], where: str, switch: str | None, tables: Tables) -> DriverError | None:
+def _sxid(match: re.Match[str], line: str, tables: Tables) -> KernelEvent | None:
+    groups = match.groupdict()
     rest = match["rest"]
     if re.match(r"(?:Severity\b|Data\b|\{)", rest, _FLAGS):
         return None
     code = int(match["code"])
     row = tables.sxid.get(code, UNKNOWN_SXID)
-    word = match.groupdict().get("word") or rest
-    said = re.match(r"(non-?)?fatal\b", word, _FLAGS)
-    fatal = not said[1] if said else row.severity == "fatal"
-    severity, action = row.severity, row.action
-    if "severity" not in row.site and fatal != (severity == "fatal"):
-        severity = "fatal" if fatal else "warning"
-        if "action" not in row.site:
-            action = "cordon_node_and_restart" if fatal else "none"
+    word = re.match(r"(non-?)?fatal\b", groups.get("word") or rest, _FLAGS)
+    fatal = not word[1] if word else row.severity == "fatal"
+    if "severity" not in row.site and fatal != (row.severity == "fatal"):
+        changes: Changes = {"action": "cordon_node_and_restart" if fatal else "none"}
+        row = _changed(row, changes | {"severity": "fatal" if fatal else "warning"})
     link = re.search(r"\b(?:link|port)\s+(\d{1,3})\b", rest, _FLAGS)
-    return DriverError(
-        kind="sxid",
-        code=code,
-        known=code in tables.sxid,
-        mnemonic=row.mnemonic,
-        failure_class=row.failure_class,
-        action=action,
-        severity=severity,
-        consequence=row.consequence,
-        after=row.after,
-        device=pci_address(where),
-        switch=int(switch) if switch else None,
-        link=int(link[1]) if link else None,
-        message=clean_text(rest, 300),
-        detail={"scope": "fabric"} if row.fabric else {},
-    )
+    said = {"scope": "fabric" if row.fabric else "", "link": int(link[1]) if link else None}
+    return _event("sxid", code, row, groups.get("where") or rest, line, said)
 
 
 Changes = dict[str, object]
+"""Fields of a row that a line knows better than the table."""
 
 
-def _details(code: int, message: str, tables: Tables, r575: bool | None) -> Changes:
-    """What the message of Xid `code` changes in its reading: `detail` and, where the message knows better than the
-    table, `severity`, `action`, `failure_class`, `consequence`; nothing for a message that it cannot read."""
+def _details(code: int, message: str, tables: Tables) -> tuple[dict[str, str], Changes]:
+    """What the message of Xid `code` tells, and what that changes in its row; nothing for one that cannot be read."""
     if code == 74:
         return _registers(message, tables)
     if code == 154:
         return _recovery(message, tables)
     if 144 <= code <= 150:
-        return _nvlink5(code, message, tables, r575)
+        return _nvlink5(code, message, tables)
     found: dict[str, str] = {}
     for row in tables.detail:
         for pattern in row.patterns if code in row.codes else ():
             match = re.search(pattern, message, _FLAGS)
             if match is not None:
                 found |= {name: clean_text(value, 80) for name, value in match.groupdict().items() if value is not None}
-    changes: Changes = {"detail": found} if found else {}
-    if code == 94 and found.get("reset", "").lower() == "yes":
-        changes["action"] = "cordon_gpu_and_restart"
-    return changes
+    is_reset = code == 94 and found.get("reset", "").lower() == "yes"
+    return found, {"action": "cordon_gpu_and_restart"} if is_reset else {}
 
 
 _RECOVERY: Final = re.compile(
@@ -406,19 +369,15 @@ _RECOVERY: Final = re.compile(
 )
 
 
-def _recovery(message: str, tables: Tables) -> Changes:
+def _recovery(message: str, tables: Tables) -> tuple[dict[str, str], Changes]:
     """Xid 154: by the number, since drivers name the same number differently (0x2: Node Reboot Required, OS Reboot)."""
     match = _RECOVERY.search(message)
     if match is None:
-        return {}
+        return {}, {}
     value = int(match["now"], 0) if match["now"].lower().startswith("0x") else int(match["now"])
     row = tables.recovery.get(value, UNKNOWN_RECOVERY)
-    return {
-        "detail": {"recovery": row.mnemonic or f"unknown recovery action {value}", "value": str(value)},
-        "failure_class": row.failure_class,
-        "action": row.action,
-        "severity": row.severity,
-    }
+    detail = {"recovery": row.mnemonic or f"unknown recovery action {value}", "value": str(value)}
+    return detail, {"failure_class": row.failure_class, "action": row.action, "severity": row.severity}
 
 
 _REGISTERS: Final = re.compile(
@@ -427,11 +386,11 @@ _REGISTERS: Final = re.compile(
 _HARMLESS: Final = {"ignorable", "ecc_threshold"}
 
 
-def _registers(message: str, tables: Tables) -> Changes:
+def _registers(message: str, tables: Tables) -> tuple[dict[str, str], Changes]:
     """Xid 74: the classes of error in `error`. Bits that mean nothing bad make it a warning."""
     match = _REGISTERS.search(message)
     if match is None:
-        return {}
+        return {}, {}
     words = [int(word, 16) for word in match["words"].replace(" ", "").split(",")]
     kinds = [
         kind
@@ -440,19 +399,11 @@ def _registers(message: str, tables: Tables) -> Changes:
     ]
     detail = {"registers": " ".join(f"0x{word:x}" for word in words)}
     if not kinds:
-        return {"detail": detail}
-    changes: Changes = {"detail": detail | {"error": ", ".join(kinds)}}
+        return detail, {}
+    detail["error"] = ", ".join(kinds)
     if _HARMLESS.issuperset(kinds):
-        changes |= {"severity": "warning", "action": "none"}
-    elif {"secondary", *_HARMLESS}.issuperset(kinds):
-        changes["consequence"] = True
-    return changes
-
-
-class _Fault(NamedTuple):
-    fatal: bool
-    action: RemedyAction
-    look: str
+        return detail, {"severity": "warning", "action": "none"}
+    return detail, {"consequence": True} if {"secondary", *_HARMLESS}.issuperset(kinds) else {}
 
 
 _WORDS: Final = re.compile(r"(?P<unit>[A-Z][A-Z0-9_]{1,31}(?: Degraded)?)\s+(?P<word>Non-?fatal|Fatal)\b", _FLAGS)
@@ -460,11 +411,11 @@ _XC: Final = re.compile(r"\bXC\s*(?P<xc>\d{1,2})\s+i\s*(?P<injected>\d{1,2})\b",
 _NUMBERS: Final = re.compile(r"[(\[]\s*(?P<intrinfo>0x[0-9a-f]{1,8})(?:[\s,]+(?P<status>0x[0-9a-f]{1,8}))?", _FLAGS)
 
 
-def _nvlink5(code: int, message: str, tables: Tables, r575: bool | None) -> Changes:
+def _nvlink5(code: int, message: str, tables: Tables) -> tuple[dict[str, str], Changes]:
     """Xid 144 to 150. `detail`: unit, xc, injected (1: a test put it there), intrinfo, status, format, look."""
     words = _WORDS.search(message)
     if words is None:
-        return {}
+        return {}, {}
     said_fatal = words["word"].lower() == "fatal"
     unit = words["unit"].upper().replace(" ", "_")
     fault, detail = None, {"unit": unit}
@@ -474,50 +425,47 @@ def _nvlink5(code: int, message: str, tables: Tables, r575: bool | None) -> Chan
             detail |= {name: value for name, value in match.groupdict().items() if value is not None}
     if "intrinfo" in detail:
         status = int(detail["status"], 16) if "status" in detail else None
-        fault, version = _decode(code, unit, int(detail["intrinfo"], 16), status, tables, r575)
+        fault, version = _decode(code, unit, int(detail["intrinfo"], 16), status, tables)
         detail |= {"format": version} if version else {}
     if fault is None:
-        changes: Changes = {"severity": "fatal"} if said_fatal else {"severity": "warning", "action": "none"}
-        return changes | {"detail": detail}
+        return detail, {"severity": "fatal"} if said_fatal else {"severity": "warning", "action": "none"}
     detail |= {"look": fault.look} if fault.look else {}
-    severity: Severity = "fatal"
+    severity: KernelSeverity = "fatal"
     if (
         not said_fatal
     ):  # the driver's word against the table's: worth more than a warning, not enough to end a diagnosis
         severity = "warning" if not fault.fatal and fault.action == "none" else "error"
     action = "restart" if said_fatal and fault.action == "none" else fault.action
-    return {"detail": detail, "severity": severity, "action": action}
+    return detail, {"severity": severity, "action": action}
 
 
-def _decode(
-    code: int, name: str, intrinfo: int, status: int | None, tables: Tables, r575: bool | None
-) -> tuple[_Fault | None, str]:
-    """The worst fault that the words tell, and the format (`v1`, `v2`) in which they make sense; None, "": in none."""
+def _decode(code: int, name: str, intrinfo: int, status: int | None, tables: Tables) -> tuple[LinkFault | None, str]:
+    """The worst fault that the words tell, and the format (`v1`, `v2` from R575 on) in which they make sense; None, "":
+    in none. The unit's name decides; without it the words must fit one format only."""
     units = [unit for unit in tables.nvlink.unit if unit.xid == code]
     fits = {
-        version: [unit for unit in units if (unit.v2 if version == "v2" else unit.v1) == intrinfo & mask]
-        for version, mask in (("v2", 0x7F), ("v1", 0x3FF))
-        if r575 is None or r575 == (version == "v2")
+        "v2": [unit for unit in units if unit.v2 == intrinfo & 0x7F],
+        "v1": [unit for unit in units if unit.v1 == intrinfo & 0x3FF],
     }
     for version, fitting in fits.items():
-        fitting = [unit for unit in fitting if name in unit.names] or (fitting if r575 is not None else [])
-        if fitting:
-            return _worst(fitting[0], intrinfo, status, version), version
+        named = [unit for unit in fitting if name in unit.names]
+        if named:
+            return _worst(named[0], intrinfo, status, version), version
     one = [version for version, fitting in fits.items() if fitting]
     if len(one) == 1 and not any(name in unit.names for unit in units):
         return _worst(fits[one[0]][0], intrinfo, status, one[0]), one[0]
     return None, ""
 
 
-def _worst(unit: LinkUnit, intrinfo: int, status: int | None, version: str) -> _Fault | None:
+def _worst(unit: LinkUnit, intrinfo: int, status: int | None, version: str) -> LinkFault | None:
     high_bit = bool(intrinfo >> (7 if version == "v2" else 10) & 1)
     found = []
     for fault in unit.faults:
         if fault.sub != intrinfo >> 20 & 0x3F or not _has(unit, fault, status):
             continue
-        promoted = fault.high_bit and high_bit
-        action: RemedyAction = "cordon_gpu_and_restart" if promoted else fault.action
-        found.append(_Fault(fault.fatal or promoted, action, fault.look))
+        if fault.high_bit and high_bit:
+            fault = msgspec.structs.replace(fault, fatal=True, action="cordon_gpu_and_restart")
+        found.append(fault)
     return max(found, key=lambda one: (one.fatal, one.action != "none"), default=None)
 
 

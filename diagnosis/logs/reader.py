@@ -20,13 +20,13 @@ import msgspec
 from diagnosis import rules, tracebacks
 from diagnosis.incident import LauncherFailure, LoggedTraceback, LogKind, LogSummary
 from diagnosis.kernel import log as kernel_rules
-from diagnosis.kernel.log import KernelEvent, KernelReader, KernelRules, moment, read_stamp
+from diagnosis.kernel.log import KernelReader, KernelRules, moment, read_stamp
 from diagnosis.kernel.xid import Tables
 from diagnosis.logs import curves, launchers, scan
 from diagnosis.logs.steps import WORDS as PROGRESS_WORDS
 from diagnosis.logs.steps import ProgressReader
 from diagnosis.rules import RuleMatch
-from diagnosis.signals import clean_text
+from diagnosis.signals import KernelEvent, clean_text
 from diagnosis.text import hide_keys
 
 

@@ -16,10 +16,9 @@ import msgspec
 from diagnosis import tracebacks
 from diagnosis.incident import Candidate, LauncherFailure, LogEvidence, LoggedTraceback, LogSummary
 from diagnosis.kernel.causes import Causes, as_cause, is_elsewhere
-from diagnosis.kernel.log import KernelEvent
 from diagnosis.logs import launchers
 from diagnosis.rules import RuleMatch
-from diagnosis.signals import Evidence, ExitRecord, Finding
+from diagnosis.signals import Evidence, ExitRecord, Finding, KernelEvent
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict.accounts import (
     CERTAIN,

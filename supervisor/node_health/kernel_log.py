@@ -29,12 +29,12 @@ from typing import Final, Protocol
 
 import msgspec
 
-from diagnosis.health import Check, CheckResult, CheckState, Level, Scope, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import Check, CheckResult, CheckState, Level, healthy, not_applicable, unhealthy, unknown
 from diagnosis.kernel import log as kernel_rules
 from diagnosis.kernel.causes import Causes, is_elsewhere
-from diagnosis.kernel.log import KernelEvent, KernelReader, read_stamp
+from diagnosis.kernel.log import KernelReader, read_stamp
 from diagnosis.kernel.xid import default_tables
-from diagnosis.signals import Finding, Signal, clean_text
+from diagnosis.signals import Finding, KernelEvent, Scope, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
 from supervisor.keeper_client import WorkerProcess
 from supervisor.node_health.contract import Moment, ProbeContext, Site, fits, recall
