@@ -202,13 +202,13 @@ class AgentState:
         self.paths = LocalPaths(plan.local_dir)
         self.saved_file = SavedStateFile(self.paths.agent_state)
         self.saved = self.saved_file.state
-        """What the next agent must know: changed by whoever does it, written by `Agent` with each look."""
+        """What the next agent must know: changed by whoever does it, written by `NodeAgent` with each look."""
         self.wakeup = Wakeup()
         self.work = BackgroundWork(self.wakeup)
         self.notices = Notices(self.paths.notices)
         self.findings = FindingQueue(self.saved)
         self.assignment: Assignment | None = None
-        """The newest assignment of the controller. By `Agent`."""
+        """The newest assignment of the controller. By `NodeAgent`."""
         self.keeper: KeeperState | None = None
         """The node's processes as the keeper sees them; None without a keeper. By `set_keeper`."""
         self.offer: StoreOffer | None = None
@@ -226,7 +226,7 @@ class AgentState:
         self.collecting_crash = False
         """Ranks have failed, and their evidence is not complete yet. By `EvidenceCollector`."""
         self.written_folders: tuple[Path, ...] = ()
-        """Folders that the ranks write checkpoints to. By `Agent`."""
+        """Folders that the ranks write checkpoints to. By `NodeAgent`."""
         self.space: SpaceReported | None = None
         """Whether the disks have room again; None when the controller does not ask. By `SpaceMonitor`."""
 
