@@ -218,16 +218,10 @@ class Hangs:
     def _leave_to_people(self, silence: Silence) -> Wants:
         """The job does not restart any more. The incident stays open until progress resumes."""
         silence.left = True
-        comment = f"restarted {policy.TRIES} times here already, and it stands here again"
-        report = self._report_of(silence, comment)
-        yield from self._incidents.open_with_plan(
-            "hang",
-            f"hang? {report.why}",
-            silence.since,
-            why=f"{self._lessons.did_not_help(silence.report)} restarts at this place did not help",
-            then="left_to_people",
-            hang=report,
-        )
+        report = self._report_of(silence, f"restarted {policy.TRIES} times here already, and it stands here again")
+        want = OpenIncident("hang", f"hang? {report.why}", silence.since, hang=report)
+        why = f"{self._lessons.did_not_help(silence.report)} restarts at this place did not help"
+        yield from self._incidents.open_with_plan(want, why, "left_to_people")
 
     # ----- ranks that are stopped -----
 
@@ -245,14 +239,8 @@ class Hangs:
             kind="stopped", ranks=event.ranks, quiet_s=event.stopped_s, limit_s=event.stopped_s, phase="", why=why
         )
         # It is on record even if SIGCONT is all that it needs; if it is not, a confirmed hang follows.
-        yield from self._incidents.open_with_plan(
-            "hang",
-            why,
-            core.now - event.stopped_s,
-            why="continued with SIGCONT, no restart",
-            then="cured",
-            hang=report,
-        )
+        want = OpenIncident("hang", why, core.now - event.stopped_s, hang=report)
+        yield from self._incidents.open_with_plan(want, "continued with SIGCONT, no restart", "cured")
         self._nodes.wake(event.ranks, attempt.number, attempt.ranks)
 
     # ----- what happens to the job -----

@@ -551,67 +551,51 @@ class Incidents:
             record.further_failures += 1
             if record.further_failures <= FURTHER_SHOWN:
                 yield record.note("incident_grows", what=want.text)
+        record.lost_nodes += want.nodes
+        if want.launcher is not None:
+            record.launcher_exits[want.launcher.node] = want.launcher.how
+            record.failed_before_ranks = not attempt.ranks and not attempt.exits
+            if record.launcher_code is None:
+                record.launcher_code = want.launcher.code
+        if core.state != "DIAGNOSING":
+            return
         if want.trigger == "exit":
             yield from self._gather_after_exit(record, attempt, want.node, first)
         elif want.trigger == "hang":
             yield from self._gather_after_hang(record, attempt, want.hang)
         else:
-            if want.trigger == "node_lost":
-                record.lost_nodes += want.nodes
-            if want.launcher is not None:
-                record.launcher_exits[want.launcher.node] = want.launcher.how
-                record.failed_before_ranks = not attempt.ranks and not attempt.exits
-                if record.launcher_code is None:
-                    record.launcher_code = want.launcher.code
-            yield from self._gather_or_conclude(record)
+            yield from self._gather_or_conclude(record, attempt)
 
     def _diagnose(self, want: OpenIncident, attempt: Attempt) -> WantsAnd[IncidentRecord]:
         """A new incident, to be diagnosed now."""
-        record = yield from self._open(want.trigger, want.text, want.failed_at, attempt, want.hang, want.quiet)
+        record = yield from self._open(want, attempt)
         self.active, attempt.broke_at = record, record.failed_at
         yield Enter("DIAGNOSING")
         yield cancel("form", "start", "stood", "settle")
         return record
 
-    def _open(
-        self,
-        trigger: Trigger,
-        text: str,
-        failed_at: float,
-        attempt: Attempt,
-        hang: HangReport | None,
-        quiet: bool = False,
-    ) -> WantsAnd[IncidentRecord]:
+    def _open(self, want: OpenIncident, attempt: Attempt) -> WantsAnd[IncidentRecord]:
         now, new = self._core.now, self.log.next_id()
-        if trigger not in ("signal", "device"):
-            for old in self.log.open_failures():
-                yield from self.close(old, f"attempt {attempt.number} failed too: {new}")
+        if want.trigger not in ("signal", "device"):
+            yield from self.close_failures(f"attempt {attempt.number} failed too: {new}")
             for old in self.log.open_degradations():
                 yield from self.close(old, f"the attempt broke: {new}")
         record = IncidentRecord(
             id=new,
             opened_at=now,
-            failed_at=min(now, max(failed_at, now - OLDEST_FAILURE_S, attempt.formed_at)),
-            trigger=trigger,
+            failed_at=min(now, max(want.failed_at, now - OLDEST_FAILURE_S, attempt.formed_at)),
+            trigger=want.trigger,
             attempt=attempt.number,
-            what=text,
+            what=want.text,
             step=attempt.step,
-            hang=hang,
+            hang=want.hang,
         )
         self.log.open(record)
-        yield record.note("incident_opened", loud=not (quiet or record.stops_nothing), what=text)
+        yield record.note("incident_opened", loud=not (want.quiet or record.stops_nothing), what=want.text)
         return record
 
     def open_with_plan(
-        self,
-        trigger: Trigger,
-        text: str,
-        failed_at: float,
-        *,
-        why: str,
-        then: Literal["degraded", "left_to_people", "cured"],
-        hang: HangReport | None = None,
-        further: int = 0,
+        self, want: OpenIncident, why: str, then: Literal["degraded", "left_to_people", "cured"], further: int = 0
     ) -> Wants:
         """An incident that stops nothing: diagnosed at once, and nothing more is done, for the reason `why`.
 
@@ -620,7 +604,7 @@ class Incidents:
         """
         attempt = self._attempts.current
         assert attempt is not None
-        record = yield from self._open(trigger, text, failed_at, attempt, hang)
+        record = yield from self._open(want, attempt)
         if then != "cured":
             record.keep_evidence(attempt.evidence.values())
         record.verdict = self._verdict(record, attempt)
@@ -655,10 +639,11 @@ class Incidents:
     def go_on(self, text: str) -> Wants:
         """The active incident was a false alarm, or nothing is to be done: the attempt goes on."""
         if self.active is not None:
-            yield from self._go_on(self.active, text)
+            yield from self.close(self.active, text)
+            yield from self._run_on()
 
-    def _go_on(self, record: IncidentRecord, why: str) -> Wants:
-        yield from self.close(record, why)
+    def _run_on(self) -> Wants:
+        """The attempt goes on, and nobody is asked anything."""
         self.active, self.approval_wanted, self.held = None, False, ""
         yield cancel("evidence", "hold")
         yield Enter("RUNNING")
@@ -671,7 +656,7 @@ class Incidents:
         record.lost_nodes.remove(name)
         only_silent = record.trigger == "node_lost" and record.hang is None and attempt.all_started
         if only_silent and not record.lost_nodes and not self._attempts.cannot_go_on(attempt):
-            yield from self._go_on(record, f"false alarm: {name} is back")
+            yield from self.go_on(f"false alarm: {name} is back")
 
     # ----- evidence -----
 
@@ -712,8 +697,6 @@ class Incidents:
         return [name for name in members if self._nodes.is_present(name)][:EVIDENCE_NODES]
 
     def _gather_after_exit(self, record: IncidentRecord, attempt: Attempt, node: str, first: bool) -> Wants:
-        if self._core.state != "DIAGNOSING":
-            return
         if (node, 0) not in attempt.evidence and len(record.awaiting) < 2 * EVIDENCE_NODES:
             record.awaiting.add((node, 0))
         if first:
@@ -724,7 +707,7 @@ class Incidents:
 
     def _gather_after_hang(self, record: IncidentRecord, attempt: Attempt, hang: HangReport | None) -> Wants:
         """Stacks were taken already, while it was only suspected: who has not answered is waited for."""
-        if self._core.state != "DIAGNOSING" or "evidence" in self._core.timers:
+        if "evidence" in self._core.timers:
             return
         have = {name for name, number in attempt.evidence if number}
         asked = self._witnesses(attempt, hang.ranks if hang is not None else ())
@@ -735,12 +718,9 @@ class Incidents:
         record.awaiting.update((name, attempt.stacks_request) for name in missing)
         yield from self._gather(record, (), HANG_BUDGET_S)
 
-    def _gather_or_conclude(self, record: IncidentRecord) -> Wants:
+    def _gather_or_conclude(self, record: IncidentRecord, attempt: Attempt) -> Wants:
         """Ask everybody, unless they have been asked, or nothing has run yet that could tell."""
-        attempt = self._attempts.current
-        if self._core.state != "DIAGNOSING":
-            return
-        if "evidence" in self._core.timers or attempt is None or attempt.round is None:
+        if "evidence" in self._core.timers or attempt.round is None:
             yield from self._conclude_when_ready()
         else:
             yield from self._gather(record, self._witnesses(attempt), CRASH_BUDGET_S)
@@ -905,7 +885,7 @@ class Incidents:
             yield record.note("left_waiting", loud=True)
             yield from self._leave_hung(record)
         elif plan.kind == "ignore":
-            yield from self._go_on(record, f"left alone: {plan.why}")
+            yield from self.go_on(f"left alone: {plan.why}")
             if record.hang is not None and record.hang.kind != "traced":
                 self._left_alone = record.hang
                 yield Timer("again", self._core.now + EXAMINE_AGAIN_S)
@@ -918,7 +898,7 @@ class Incidents:
             kind = "plan_waits_paused" if self._core.paused else "plan_waits"
             yield record.note(kind, loud=True)
         else:
-            yield from self._carry_out(record, plan)
+            yield from self.carry_out()
 
     def _only_watch(self, record: IncidentRecord, plan: Plan, attempt: Attempt) -> Wants:
         """Mode `observe`: what torchrun alone would do happens, and nothing else."""
@@ -927,7 +907,7 @@ class Incidents:
             if record.hang is not None:
                 yield from self._leave_hung(record)
             else:
-                yield from self._go_on(record, f"mode observe: would {plan.kind}")
+                yield from self.go_on(f"mode observe: would {plan.kind}")
             return
         why = f"mode observe: would {plan.kind} ({plan.why})"
         yield EndJob(_failure(record, why, record.launcher_code), "ends as torchrun would")
@@ -936,9 +916,8 @@ class Incidents:
         """A hang that nobody acts on: the incident stays open until progress comes back, or somebody acts."""
         assert record.hang is not None
         record.stood_still = record.hang.proven
-        self._hung, self.active, self.approval_wanted, self.held = record, None, False, ""
-        yield cancel("evidence", "hold")
-        yield Enter("RUNNING")
+        self._hung = record
+        yield from self._run_on()
 
     def again_due(self) -> Wants:
         """A hang that was left alone lasts. (Progress would have cancelled this timer.)"""
@@ -948,21 +927,19 @@ class Incidents:
         if hung is not None:
             self._hung, self.active, hung.persists, hung.stood_still = None, hung, True, False
             yield Enter("DIAGNOSING")
-            yield from self._gather_or_conclude(hung)
+            yield from self._gather_or_conclude(hung, attempt)
         elif report is not None and not attempt.finishing:
             text, since = f"the hang that was left alone lasts: {report.why}", self._core.now - report.quiet_s
             record = yield from self._diagnose(OpenIncident("hang", text, since, hang=report), attempt)
             record.persists = True
-            yield from self._gather_or_conclude(record)
+            yield from self._gather_or_conclude(record, attempt)
 
     def carry_out(self, *, by_operator: bool = False) -> Wants:
-        """An operator's word lets the plan that waits be carried out."""
-        record = self.active
-        if record is not None and record.plan is not None:
-            yield from self._carry_out(record, record.plan, by_operator)
-
-    def _carry_out(self, record: IncidentRecord, plan: Plan, by_operator: bool = False) -> Wants:
-        attempt = self._attempts.current
+        """The plan of the active incident."""
+        record, attempt = self.active, self._attempts.current
+        if record is None or record.plan is None:
+            return
+        plan = record.plan
         if attempt is not None and plan.kind == "restart" and not by_operator:
             stopped = () if attempt.over else self._nodes.left_stopped(attempt.number)
             if stopped and not self._attempts.cannot_go_on(attempt):
@@ -988,7 +965,7 @@ class Incidents:
         self._nodes.wake(ranks, attempt.number, attempt.ranks)
         record.plan = Plan(kind="ignore", why=f"{names(ranks)} continued with SIGCONT, no restart", counts=False)
         self._left_alone = record.hang
-        yield from self._go_on(record, record.plan.why)
+        yield from self.go_on(record.plan.why)
         yield Timer("again", self._core.now + AWAKE_S + 3 * (attempt.seconds_per_step or 0.0))
 
     def _restart(self, record: IncidentRecord, plan: Plan, by_operator: bool) -> Wants:
@@ -1294,7 +1271,7 @@ class Incidents:
             text = f"node {lost}, the first one, was lost with the controller"
             why = f"the scheduler has lost {lost}, where the controller was, says {event.by}"
         failed_at = core.previous_event_at if event.lost_at is None else event.lost_at
-        record = yield from self._open("node_lost", text, core.previous_event_at, attempt, None)
+        record = yield from self._open(OpenIncident("node_lost", text, core.previous_event_at), attempt)
         record.failed_at = attempt.broke_at = min(core.now, max(attempt.formed_at, failed_at))
         record.verdict = Verdict(
             failure_class=FailureClass.NODE_FAILURE,
@@ -1421,7 +1398,7 @@ class Degraded:
         if not since and attempt.step is not None:
             text = f"{text} (step {attempt.step})"
         why = "No restart. Checkpoints written from now on are used only if no other is left"
-        yield from self._incidents.open_with_plan("signal", text, at, why=why, then="degraded")
+        yield from self._incidents.open_with_plan(OpenIncident("signal", text, at), why, "degraded")
 
     def _numbers_good(self, step: int | None) -> Wants:
         """NaN weights never give a number again, so checkpoints from now on are as good as before."""
@@ -1485,7 +1462,7 @@ class Degraded:
             return
         why = "No restart: its ranks live and train on. If a rank hangs because of it, the job restarts"
         at = min(one.at or core.now for _, one in fresh)
-        yield from self._incidents.open_with_plan("device", text, at, why=why, then="degraded", further=len(fresh) - 1)
+        yield from self._incidents.open_with_plan(OpenIncident("device", text, at), why, "degraded", len(fresh) - 1)
 
     def degraded_due(self) -> Wants:
         record = self._incidents.degraded_by("device")

@@ -191,7 +191,7 @@ class Job:
             m.JobRequeued: self._job_requeued,
             m.NodeJoined: self._node_joined,
             m.NodeQuiet: self._node_quiet,
-            m.NodeLost: self._node_lost,
+            m.NodeLost: self._nodes_lost,
             m.NodesLost: self._nodes_lost,
             m.StopRequested: self._stop_requested,
             m.NodeDone: self._node_done,
@@ -209,7 +209,7 @@ class Job:
             m.StragglersSeen: self._stragglers_seen,
             # what may be wrong
             m.EvidenceArrived: self._evidence_arrived,
-            m.FindingArrived: self._finding_arrived,
+            m.FindingArrived: self._findings_arrived,
             m.FindingsArrived: self._findings_arrived,
             m.HangSuspected: self.hangs.suspected,
             m.HangCleared: self.hangs.cleared,
@@ -517,13 +517,8 @@ class Job:
     def _node_quiet(self, event: m.NodeQuiet) -> None:
         self.nodes.set_quiet(event.node, event.at - event.silent_s if event.silent_s else None)
 
-    def _node_lost(self, event: m.NodeLost) -> Wants:
-        node = self.nodes.get(event.node)
-        if node is not None and node.present:
-            yield from self._lose([node], f"no heartbeat for {event.silent_s:.0f} s", event.silent_s)
-
-    def _nodes_lost(self, event: m.NodesLost) -> Wants:
-        known = (self.nodes.get(name) for name in event.nodes)
+    def _nodes_lost(self, event: m.NodeLost | m.NodesLost) -> Wants:
+        known = map(self.nodes.get, event.nodes if isinstance(event, m.NodesLost) else (event.node,))
         present = [node for node in known if node is not None and node.present]
         if present:
             yield from self._lose(present, f"no heartbeat for {event.silent_s:.0f} s", event.silent_s)
@@ -625,20 +620,19 @@ class Job:
             self.nodes.take_evidence(piece)
         yield from self.incidents.evidence_arrived(piece)
 
-    def _finding_arrived(self, event: m.FindingArrived) -> Wants:
-        if self.nodes.take_findings(event.node, event.number + 1):
-            yield from self._findings(event.node, (event.finding,))
-
-    def _findings_arrived(self, event: m.FindingsArrived) -> Wants:
-        if self.nodes.take_findings(event.node, event.end):
-            yield from self._findings(event.node, event.findings)
-
-    def _findings(self, node: str, findings: Sequence[Finding]) -> Wants:
+    def _findings_arrived(self, event: m.FindingArrived | m.FindingsArrived) -> Wants:
+        findings: Sequence[Finding]
+        if isinstance(event, m.FindingArrived):
+            findings, end = (event.finding,), event.number + 1
+        else:
+            findings, end = event.findings, event.end
+        if not self.nodes.take_findings(event.node, end):
+            return
         for finding in findings:
             yield from self.incidents.finding_arrived(finding)
             if finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
                 yield from self.degraded.numerics_finding(finding)
-            yield from self.degraded.device_finding(finding, node)
+            yield from self.degraded.device_finding(finding, event.node)
 
     def _opinion_asked(self, event: m.OpinionAsked) -> None:
         record = self.incidents.log.get(event.incident)
