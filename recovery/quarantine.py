@@ -401,18 +401,15 @@ _FREE_SHARE: Final = 0.1
 """Share of the file system that copies leave free."""
 
 
-def keep_copy(
-    path: Path, into: Path | None = None, is_own: Callable[[Path], bool] = lambda _: True
-) -> Checkpoint | None:
+def keep_copy(path: Path, is_own: Callable[[Path], bool] = lambda _: True) -> Checkpoint | None:
     """A copy of a complete single file that is overwritten in place; None when none was made, or there is one already.
 
     It is a reflink where the file system can, else a plain copy where space allows. The file must not change
     meanwhile, and the copy is read like any checkpoint before it counts. The two newest copies are kept, so one is
-    always whole. `into`: the folder for copies, by default `.unbroken-copies/` next to the file. `is_own`:
-    whether an earlier copy is this job's, and may be deleted. Never raises OSError: without space or permission the
-    run goes on without a copy.
+    always whole. They are in `.unbroken-copies/` next to the file. `is_own`: whether an earlier copy is this job's, and
+    may be deleted. Never raises OSError: without space or permission the run goes on without a copy.
     """
-    folder = into if into is not None else path.parent / COPIES
+    folder = path.parent / COPIES
     try:
         with own_folder(folder) as held:
             return _kept(path, folder, held / path.name, is_own)

@@ -23,6 +23,7 @@ from recovery.formats.folders import (
     MegatronFolder,
     Trusts,
     WrittenFolder,
+    everything,
 )
 
 __all__ = ["BUILT_IN", "CheckpointFormat", "Limits", "inspect", "load_formats", "recognize", "written_formats"]
@@ -41,31 +42,28 @@ class CheckpointFormat(Protocol):
 
 
 GROUP: Final = "unbroken.checkpoint_formats"
-BUILT_IN: Final[tuple[CheckpointFormat, ...]] = (
-    MegatronFolder(),
-    HuggingFaceFolder(),
-    DeepSpeedFolder(),
-    DcpFolder(),
-    AccelerateFolder(),
-    AnyFolder(),
-    SafetensorsFile(),
-    TorchFile(),
-)
-"""A path has the first format that recognizes it: the most specific come first."""
 
 
-def written_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointFormat, ...]:
-    """Those for what ranks were seen to write, among much that may be somebody else's."""
+def _formats(trusts: Trusts, any_folder: AnyFolder) -> tuple[CheckpointFormat, ...]:
+    """A path has the first format that recognizes it: the most specific come first."""
     return (
         MegatronFolder(trusts=trusts),
         HuggingFaceFolder(trusts=trusts),
         DeepSpeedFolder(trusts=trusts),
         DcpFolder(trusts=trusts),
         AccelerateFolder(trusts=trusts),
-        WrittenFolder(trusts, filled_once),
+        any_folder,
         SafetensorsFile(),
         TorchFile(),
     )
+
+
+BUILT_IN: Final = _formats(everything, AnyFolder())
+
+
+def written_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointFormat, ...]:
+    """Those for what ranks were seen to write, among much that may be somebody else's."""
+    return _formats(trusts, WrittenFolder(trusts, filled_once))
 
 
 def load_formats(points: Iterable[EntryPoint] | None = None) -> tuple[tuple[CheckpointFormat, ...], tuple[str, ...]]:

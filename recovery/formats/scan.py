@@ -340,21 +340,24 @@ def _highest(names: list[Name]) -> list[Name]:
 class FolderWalk:
     """What is in a folder: paths that a format takes for checkpoints, tracker files, safe copies."""
 
-    def __init__(self, takes: Callable[[str, os.stat_result], bool], listings: Listings | None = None) -> None:
+    def __init__(self, takes: Callable[[str, os.stat_result], bool], listings: Listings) -> None:
         self._takes = takes
-        self._listings = listings or Listings()
-        self._left, self._names_left = WALK_ENTRIES, NAMES
-        self.found: dict[str, int] = {}
-        """Path -> when it was changed, ns."""
-        self.pointers: list[Path] = []
-        self.copies: list[Path] = []
-        self.cut_short = False
-        """There were more names than are read."""
+        self._listings = listings
+        self._left = self._names_left = 0
+        self._found = FoundPaths({}, [], [])
+        self.cut_short = ""
+        """A folder with more names than are read; empty for none."""
 
-    def enter(self, folder: Path) -> None:
-        """Look at a folder that the user gave; it may be one checkpoint itself, or even a file."""
-        if not self._takes_itself(folder):
-            self._enter(str(folder), 0)
+    def find(self, folders: Iterable[str | Path]) -> FoundPaths:
+        """Look at folders that the user gave; one may be a checkpoint itself, or even a file."""
+        for folder in sorted({Path(os.path.abspath(folder)) for folder in folders}):
+            self._left, self._names_left = WALK_ENTRIES, NAMES
+            if not self._takes_itself(folder):
+                self._enter(str(folder), 0)
+            if self._left < 0 or self._names_left <= 0:
+                self.cut_short = str(folder)
+        found, pointers, copies = self._found
+        return FoundPaths({path: at for path, at in found.items() if not within(path, found)}, pointers, copies)
 
     def _enter(self, folder: str, depth: int) -> None:
         later: list[str] = []
@@ -364,28 +367,27 @@ class FolderWalk:
                 continue  # `latest -> step-100`: that is found under its own name
             if is_folder:
                 if name == COPIES:
-                    self.copies += self._copies_in(path)
+                    self._found.copies.extend(self._copies_in(path))
                 elif not name.startswith(".") and not self._take(path):
                     later.append(path)
             elif name in TRACKERS:
-                self.pointers.append(Path(path))
+                self._found.pointers.append(Path(path))
             else:
                 self._take(path)
         for path in later if depth < _DEPTH else ():
             self._enter(path, depth + 1)
 
     def _take(self, path: str) -> bool:
-        if self._left <= 0:
-            self.cut_short = True
-            return False
         self._left -= 1
+        if self._left < 0:
+            return False
         try:
             stat = os.stat(path)
         except OSError:
             return False
         if not self._takes(path, stat):
             return False
-        self.found[path] = stat.st_mtime_ns
+        self._found.checkpoints[path] = stat.st_mtime_ns
         return True
 
     def _takes_itself(self, folder: Path) -> bool:
@@ -397,13 +399,12 @@ class FolderWalk:
             return False
         if not (telling or folder.is_file()) or not self._takes(str(folder), stat):
             return False
-        self.found[str(folder)] = stat.st_mtime_ns
+        self._found.checkpoints[str(folder)] = stat.st_mtime_ns
         return True
 
     def _entries(self, folder: str) -> tuple[Name, ...]:
         names, read = self._listings.of(folder, self._names_left)
         self._names_left -= read
-        self.cut_short |= self._names_left <= 0
         return names
 
     def _copies_in(self, folder: str) -> list[Path]:
@@ -505,16 +506,6 @@ class _Known(NamedTuple):
     """It was complete before, and has been written again under the same name."""
 
 
-def discover(
-    folder: Path, formats: Sequence[CheckpointFormat] = BUILT_IN, *, at_rest: bool = False
-) -> list[Checkpoint]:
-    """The newest checkpoints in a folder (of checkpoints, or with a single file), newest first.
-
-    `at_rest`: nothing writes there any more, so that a checkpoint need not have stood still.
-    """
-    return CheckpointScanner(formats).scan([folder], time.time(), at_rest=at_rest)
-
-
 class CheckpointScanner:
     """Looks for checkpoints once a second. Not thread-safe; never raises OSError."""
 
@@ -564,18 +555,10 @@ class CheckpointScanner:
         return [*pointers, *_cut(in_place, REPORTED - len(kept) - len(pointers)), *kept]
 
     def _walked(self, folders: Iterable[str | Path]) -> FoundPaths:
-        found: dict[str, int] = {}
-        pointers: list[Path] = []
-        copies: list[Path] = []
-        self.cut_short = ""
-        for folder in sorted({Path(os.path.abspath(folder)) for folder in folders}):
-            walk = FolderWalk(self._takes, self._listings)
-            walk.enter(folder)
-            found |= walk.found
-            copies += walk.copies
-            pointers += walk.pointers
-            self.cut_short = str(folder) if walk.cut_short else self.cut_short
-        return FoundPaths({path: at for path, at in found.items() if not within(path, found)}, pointers, copies)
+        walk = FolderWalk(self._takes, self._listings)
+        found = walk.find(folders)
+        self.cut_short = walk.cut_short
+        return found
 
     def files_to_copy(self) -> list[Path]:
         """Complete single files of the last scan that their next save will overwrite in place, not copied yet.

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import recovery.quarantine
 from recovery.checkpoint import INCOMPLETE, Checkpoint, Restore, SetAside, choose
 from recovery.formats import inspect
-from recovery.formats.scan import CheckpointScanner, discover
+from recovery.formats.scan import CheckpointScanner
 from recovery.quarantine import (
     PreparationError,
     keep_copy,
@@ -39,7 +40,7 @@ def tear(path: Path) -> None:
 
 
 def found(folder: Path) -> list[Checkpoint]:
-    return discover(folder, at_rest=True)
+    return CheckpointScanner().scan([folder], time.time(), at_rest=True)
 
 
 def recover(folder: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -12,7 +12,7 @@ import pytest
 
 from recovery.checkpoint import Checkpoint
 from recovery.formats import BUILT_IN
-from recovery.formats.scan import CheckpointScanner, discover
+from recovery.formats.scan import CheckpointScanner
 from recovery.quarantine import keep_copy
 
 torch = pytest.importorskip("torch")
@@ -41,6 +41,10 @@ def save(path: Path, step: int, **more: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"w": torch.arange(1000.0), "step": step, **more}, path)
     return path
+
+
+def discover(folder: Path) -> list[Checkpoint]:
+    return CheckpointScanner().scan([folder], time.time())
 
 
 def steps(found: list[Checkpoint]) -> list[int | None]:
