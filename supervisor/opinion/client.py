@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import psutil
@@ -30,11 +30,6 @@ class ModelAnswer(NamedTuple):
     lines: int
     """How many lines of the question the model was shown."""
     model: str
-
-
-class Backend(Protocol):
-    async def ask(self, question: Question) -> ModelAnswer:
-        """Raises ModelUnavailable, soon after its time is up at the latest."""
 
 
 ANSWER_BYTES: Final = 1 << 19

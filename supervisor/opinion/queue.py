@@ -25,7 +25,7 @@ from supervisor.config import OpinionSettings, check_opinion
 from supervisor.errors import ConfigError, ModelUnavailable
 from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
 from supervisor.opinion import pending
-from supervisor.opinion.client import Backend, Endpoint, LocalModel
+from supervisor.opinion.client import Endpoint, LocalModel, ModelAnswer
 
 if TYPE_CHECKING:
     from supervisor.job.job import Job
@@ -38,6 +38,8 @@ READ_DEADLINE_S: Final = 20.0
 EVIDENCE_NODES: Final = 16
 FILES_OF_A_NODE: Final = 4
 FILE_BYTES: Final = 4 << 20
+NO_MODEL: Final = "there is no model to ask: set opinion.backend (docs/opinion.md)"
+NO_INCIDENT: Final = "there is no incident {}"
 
 
 class AskedIncident(NamedTuple):
@@ -49,13 +51,7 @@ class AskedIncident(NamedTuple):
     """`node:folder` where its evidence is kept: read when the incident holds none any more."""
 
 
-Find = Callable[[str], AskedIncident | None]
-"""Finds an incident by its id."""
-Answered = Callable[[str, Opinion], None]
-"""Takes the opinion on an incident."""
-
-
-def backend_of(settings: OpinionSettings, python: str) -> Backend | None:
+def backend_of(settings: OpinionSettings, python: str) -> Endpoint | LocalModel | None:
     """Which model to ask; None: no model is configured. `python`: of the training environment."""
     if settings.backend == "transformers":
         return LocalModel(settings.model, python, settings.timeout_s)
@@ -65,24 +61,22 @@ def backend_of(settings: OpinionSettings, python: str) -> Backend | None:
 
 
 class OpinionQueue:
-    """`want` never blocks and never raises; `answered` is called on the loop, once for each incident that was taken.
-
-    `asked` is told of those that are taken by `want`, which is an operator's.
-    """
+    """`want` never blocks and never raises. `OpinionArrived` is posted once for each incident that was taken."""
 
     def __init__(
         self,
-        backend: Backend | None,
+        backend: Endpoint | LocalModel | None,
         job_dir: Path,
-        find: Find,
-        answered: Answered,
-        asked: Callable[[str], None] = lambda _: None,
+        find: Callable[[str], AskedIncident | None],
+        post: Callable[[AnyEvent], None],
+        now: Callable[[], float],
     ) -> None:
+        """`find`: an incident by its id. `now`: Unix time."""
         self._backend = backend
         self._job_dir = job_dir
         self._find = find
-        self._answered = answered
-        self._asked = asked
+        self._post = post
+        self._now = now
         self._waiting: deque[tuple[str, AskedIncident]] = deque()
         self._asking = ""
         self._asked_at: deque[float] = deque(maxlen=PER_HOUR)
@@ -92,24 +86,27 @@ class OpinionQueue:
     def wanted(self, action: OpinionWanted) -> None:
         """The job itself wants an opinion; why there is none becomes the opinion's `problem`."""
         if problem := self._take_up(action.incident):
-            self._answered(action.incident, llm.no_opinion(problem))
+            self._arrived(action.incident, llm.no_opinion(problem))
 
     def want(self, incident: str) -> str:
-        """Ask about this incident when its turn comes. Returns why not, in words, or the empty string."""
+        """An operator asks about this incident. Returns why it cannot be, in words, or the empty string."""
         problem = self._take_up(incident)
         if not problem:
-            self._asked(incident)
+            self._post(OpinionAsked(at=self._now(), incident=incident))
         return problem
+
+    def _arrived(self, incident: str, opinion: Opinion) -> None:
+        self._post(OpinionArrived(at=self._now(), incident=incident, opinion=opinion))
 
     def _take_up(self, incident: str) -> str:
         if self._backend is None:
-            return "there is no model to ask: set opinion.backend (docs/opinion.md)"
+            return NO_MODEL
         if incident == self._asking or any(incident == name for name, _ in self._waiting):
             return ""
         problem = self._refusal()
         asked = None if problem else self._find(incident)
         if asked is None:
-            problem = problem or f"there is no incident {incident}"
+            problem = problem or NO_INCIDENT.format(incident)
             log.info("no opinion on %s: %s", incident, problem)
             return problem
         self._asked_at.append(time.monotonic())
@@ -133,44 +130,45 @@ class OpinionQueue:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _work(self) -> None:
-        while self._waiting:
+        while self._waiting and self._backend is not None:
             self._asking, asked = self._waiting.popleft()
-            began = time.monotonic()
-            try:
-                opinion = await self._opinion(asked)
-            except Exception as error:
-                log.exception("no opinion on %s", self._asking)
-                opinion = llm.no_opinion(f"a fault of ours: {type(error).__name__}")
-            opinion = msgspec.structs.replace(opinion, took_s=round(time.monotonic() - began, 2))
-            log.info("opinion on %s: %s", self._asking, opinion.problem or opinion.failure_class.value)
+            opinion = await opinion_on(asked, self._backend, self._job_dir, self._files)
             name, self._asking = self._asking, ""
-            self._answered(name, opinion)
+            self._arrived(name, opinion)
 
-    async def _opinion(self, asked: AskedIncident) -> Opinion:
-        assert self._backend is not None
-        try:
-            seen, question = await self._files.run(lambda: _prepare(asked, self._job_dir), READ_DEADLINE_S)
-            answer = await self._backend.ask(question)
-            name = pending.rule_id(asked.incident.id)
-            return await self._files.run(
-                lambda: self._take(answer.text, seen, answer.lines, answer.model, name), READ_DEADLINE_S
-            )
-        except ModelUnavailable as error:
-            return llm.no_opinion(str(error))
-        except asyncio.TimeoutError:
-            return llm.no_opinion("the job folder does not answer")
 
-    def _take(self, answer: str, seen: ShownEvidence, lines: int, model: str, name: str) -> Opinion:
-        """In a thread: a rule is tried on many lines, and written to a file system that may be slow."""
-        opinion = llm.ground(answer, seen, lines=lines, model=model, id=name)
-        if opinion.rule is None:
-            return opinion
-        try:
-            kept = pending.add(self._job_dir, opinion.rule)
-        except (OSError, ConfigError) as error:
-            log.warning("the proposed rule %s is not kept: %s", name, error)
-            kept = False
-        return opinion if kept else msgspec.structs.replace(opinion, rule=None)
+async def opinion_on(
+    asked: AskedIncident, backend: Endpoint | LocalModel, job_dir: Path, files: BlockingCalls
+) -> Opinion:
+    """What the model says. What is missing for an opinion, and a defect here, is its `problem`."""
+    name, began = asked.incident.id, time.monotonic()
+    try:
+        seen, question = await files.run(lambda: _prepare(asked, job_dir), READ_DEADLINE_S)
+        answer = await backend.ask(question)
+        opinion = await files.run(lambda: _ground(answer, seen, job_dir, name), READ_DEADLINE_S)
+    except ModelUnavailable as error:
+        opinion = llm.no_opinion(str(error))
+    except asyncio.TimeoutError:
+        opinion = llm.no_opinion("the job folder does not answer")
+    except Exception as error:
+        log.exception("no opinion on %s", name)
+        opinion = llm.no_opinion(f"a fault of ours: {type(error).__name__}")
+    log.info("opinion on %s: %s", name, opinion.problem or opinion.failure_class.value)
+    return msgspec.structs.replace(opinion, took_s=round(time.monotonic() - began, 2))
+
+
+def _ground(answer: ModelAnswer, seen: ShownEvidence, job_dir: Path, incident: str) -> Opinion:
+    """In a thread: a rule is tried on many lines, and written to a file system that may be slow."""
+    name = pending.rule_id(incident)
+    opinion = llm.ground(answer.text, seen, lines=answer.lines, model=answer.model, id=name)
+    if opinion.rule is None:
+        return opinion
+    try:
+        kept = pending.add(job_dir, opinion.rule)
+    except (OSError, ConfigError) as error:
+        log.warning("the proposed rule %s is not kept: %s", name, error)
+        kept = False
+    return opinion if kept else msgspec.structs.replace(opinion, rule=None)
 
 
 def _prepare(asked: AskedIncident, job_dir: Path) -> tuple[ShownEvidence, llm.Question]:
@@ -215,16 +213,7 @@ def opinion_queue(
     except ConfigError as error:
         log.warning("no model is asked: %s", error)
         given = OpinionSettings()
-
-    def answered(incident: str, opinion: Opinion) -> None:
-        post(OpinionArrived(at=now(), incident=incident, opinion=opinion))
-
-    def asked(incident: str) -> None:
-        post(OpinionAsked(at=now(), incident=incident))
-
-    return OpinionQueue(
-        backend_of(given, python), job_dir, lambda incident: asked_incident(job, incident), answered, asked
-    )
+    return OpinionQueue(backend_of(given, python), job_dir, lambda incident: asked_incident(job, incident), post, now)
 
 
 def asked_incident(job: Job, incident: str) -> AskedIncident | None:
@@ -251,17 +240,7 @@ def ask_here(job: Job, job_dir: Path, incident: str, settings: OpinionSettings, 
     Nothing is journalled: no controller is left to do that. A proposed rule is kept all the same.
     `python`: of the training environment, where the settings name a model of our own.
     """
-    return asyncio.run(_ask(job, job_dir, incident, settings, python))
-
-
-async def _ask(job: Job, job_dir: Path, incident: str, settings: OpinionSettings, python: str) -> Opinion:
-    answer: asyncio.Future[Opinion] = asyncio.get_running_loop().create_future()
-    backend = backend_of(settings, python)
-    asks = OpinionQueue(
-        backend, job_dir, lambda name: asked_incident(job, name), lambda _, opinion: answer.set_result(opinion)
-    )
-    problem = asks.want(incident)
-    try:
-        return llm.no_opinion(problem) if problem else await answer
-    finally:
-        await asks.close()
+    backend, asked = backend_of(settings, python), asked_incident(job, incident)
+    if backend is None or asked is None:
+        return llm.no_opinion(NO_MODEL if backend is None else NO_INCIDENT.format(incident))
+    return asyncio.run(opinion_on(asked, backend, job_dir, BlockingCalls("opinion")))

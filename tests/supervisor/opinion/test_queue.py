@@ -14,7 +14,7 @@ from diagnosis.incident import Incident, Opinion
 from diagnosis.llm import Question
 from diagnosis.taxonomy import FailureClass
 from supervisor.errors import ModelUnavailable
-from supervisor.messages import OpinionWanted
+from supervisor.messages import AnyEvent, OpinionArrived, OpinionWanted
 from supervisor.opinion import pending, queue
 from supervisor.opinion.client import ModelAnswer
 from supervisor.opinion.queue import AskedIncident, OpinionQueue
@@ -50,7 +50,11 @@ class Asking:
         self.backend = Patient(text)
         self.incident = incident
         self.folders = folders
-        self.queue = OpinionQueue(self.backend, tmp_path, self.find, lambda *told: self.told.append(told))
+        self.queue = OpinionQueue(self.backend, tmp_path, self.find, self.hear, time.time)
+
+    def hear(self, event: AnyEvent) -> None:
+        if isinstance(event, OpinionArrived):
+            self.told.append((event.incident, event.opinion))
 
     def find(self, name: str) -> AskedIncident | None:
         if name == "i-404":
