@@ -525,23 +525,10 @@ class Local:
     def job_of(self, environment: Mapping[str, str]) -> JobThere | None:  # noqa: ARG002
         return None
 
-    async def drain(self, node: str, reason: str) -> Answer:  # noqa: ARG002 (the protocol's)
+    async def _nothing(self, *_: object, **__: object) -> Answer:
         return _NONE
 
-    async def undrain(self, node: str, job: str) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def cancel(self, job: str) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def end_step(self, job: str, nodes: tuple[str, ...]) -> Answer:  # noqa: ARG002
-        return _NONE
-
-    async def comment(self, job: str, text: str) -> Answer:  # noqa: ARG002
-        return _NONE
+    drain = undrain = requeue = cancel = end_step = comment = _nothing
 
     async def starts_again(self, job: str, requeues: int) -> bool:  # noqa: ARG002
         return False

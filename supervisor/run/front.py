@@ -27,7 +27,7 @@ from supervisor.errors import ConfigError, ExitCode, LaunchRefused
 from supervisor.files import read_own
 from supervisor.messages import Outcome
 from supervisor.paths import daemon_argv, daemon_env
-from supervisor.run.prepare import Prepared, RunOptions, prepare, remove_old_jobs
+from supervisor.run.prepare import Prepared, RunOptions, prepare, remove_old_jobs, say
 from supervisor.run.terminal import HOLD_S, Terminal
 from supervisor.run.torchrun_options import read_command
 from supervisor.training import keeper_command
@@ -60,7 +60,7 @@ def main(options: RunOptions, command: Sequence[str]) -> int:
     try:
         prepared = prepare(options, command, os.environ, Path.cwd())
     except (LaunchRefused, ConfigError) as error:
-        _say(str(error))
+        say(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -81,24 +81,17 @@ def _untouched(command: Sequence[str]) -> str | None:
 
 def _execute(command: Sequence[str], why: str) -> int:
     if why:
-        _say(why)
+        say(why)
     if not command:
-        _say("there is no command")
+        say("there is no command")
         return ExitCode.WRONG_CONFIG
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
         os.execvp(command[0], list(command))
     except OSError as error:
-        _say(f"{command[0]}: {error.strerror}")
+        say(f"{command[0]}: {error.strerror}")
         return ExitCode.WRONG_CONFIG
-
-
-def _say(text: str) -> None:
-    """On stderr, before our terminal is set up; stderr may be closed."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError):
-            print(f"unbroken: {text}", file=sys.stderr, flush=True)
 
 
 def open_standard_streams() -> None:

@@ -415,17 +415,18 @@ def _lease(options: RunOptions, read: TorchrunCommand, index: int | None, job_di
     if options.run.controller or options.spare or (index and several):
         return None
     try:
-        return take(job_dir, mine, joins=several and index is None, say=_say)
+        return take(job_dir, mine, joins=several and index is None, say=say)
     except JobRunsAlready as error:
         raise LaunchRefused(str(error)) from None
     except OSError as error:
         raise LaunchRefused(f"the job's lease cannot be taken in {job_dir}: {error.strerror or error}") from None
 
 
-def _say(text: str) -> None:
-    """On stderr, before our terminal is set up."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"unbroken: {text}", file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    """On stderr, before our terminal is set up; stderr may be closed."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"unbroken: {text}", file=sys.stderr, flush=True)
 
 
 def has_service(job_dir: Path, settings: Settings) -> bool:
