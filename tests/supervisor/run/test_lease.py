@@ -79,7 +79,7 @@ def test_on_this_host_the_process_tells_at_once(tmp_path: Path) -> None:
 def test_a_process_of_another_namespace_is_not_looked_for(tmp_path: Path) -> None:
     """Its id may be that of anybody here, or of nobody."""
     nobody = msgspec.structs.replace(ME, pid=1 << 22, pid_namespace="pid:[1]")
-    assert lease.standing(nobody, ME, Here.find(), lambda _: None) == "unknown"
+    assert lease.lease_state(nobody, ME, Here.find(), lambda _: None) == "unknown"
     path = hold(tmp_path, nobody)
     clock = Clock(lambda time: path.write_bytes(lease.encode(msgspec.structs.replace(nobody, beat=int(time)))))
     with pytest.raises(JobRunsAlready):
