@@ -321,15 +321,13 @@ def _scrape_of(control: ControlLoop) -> Scrape:
     """`/metrics` of a controller."""
     from supervisor.controller.metrics import controller_samples
     from supervisor.job.job import Job
-    from supervisor.metrics.port import process_samples
+    from supervisor.metrics.port import page, process_samples
     from supervisor.metrics.table import CONTROLLER, job_name
 
     job = control.job
     assert isinstance(job, Job)
 
     def scrape() -> Callable[[str, str], tuple[bytes, dict[str, str]]]:
-        from supervisor.metrics.text import page
-
         samples = [*controller_samples(control, job), *process_samples("controller", os.getpid())]
         return functools.partial(page, CONTROLLER, samples, [("job", job_name(job.spec.name))])
 

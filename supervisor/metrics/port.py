@@ -1,4 +1,4 @@
-"""The agent's small port for Prometheus: `GET /metrics` and nothing else.
+"""The agent's small port for Prometheus: `GET /metrics` and nothing else; `page` is what a scrape of any daemon reads.
 
 h11 (which the agent's WebSocket has loaded anyway) reads the requests; aiohttp would be a third of the agent's memory.
 Nothing here can end the agent or hold its loop up: a scrape reads numbers that are there, a thread makes the text.
@@ -7,18 +7,25 @@ Nothing here can end the agent or hold its loop up: a scrape reads numbers that 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import h11
 
 from supervisor.blocking import timeout
+from supervisor.files import version_of
 from supervisor.metrics.table import Family, Sample
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, TargetFile
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
+
 
 log = logging.getLogger("unbroken.metrics")
 
@@ -163,8 +170,6 @@ class MetricsPort:
             return 404, plain, b"/metrics is what there is\n"
         if self._scrapes >= SCRAPES_AT_ONCE:
             return 503, plain, b"too many scrapes at once\n"
-        from supervisor.metrics.text import page
-
         asked = {name: value.decode("latin-1") for name, value in request.headers}
         given = asked.get(b"accept", ""), asked.get(b"accept-encoding", "")
         exposed = self._exposed
@@ -185,3 +190,75 @@ def process_samples(kind: str, pid: int) -> Iterator[Sample]:
         return
     yield Sample("unbroken_process_cpu_seconds_total", cpu_s, (kind,))
     yield Sample("unbroken_process_resident_memory_bytes", pages * os.sysconf("SC_PAGE_SIZE"), (kind,))
+
+
+# ----- what a scrape reads, by prometheus-client, which is imported at the first scrape and not before -----
+
+Labels = Sequence[tuple[str, str]]
+"""Labels that every sample has, with their values."""
+
+
+class Page(NamedTuple):
+    body: bytes
+    headers: dict[str, str]
+
+
+class SampleCollector:
+    """A collector of prometheus-client over samples that were read a moment ago."""
+
+    def __init__(self, families: Sequence[Family], samples: Iterable[Sample], common: Labels) -> None:
+        self._families = {family.name: family for family in families}
+        self._samples = samples
+        self._common = common
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.metrics_core import Metric
+
+        common = dict(self._common)
+        found: dict[str, Metric] = {}
+        for sample in self._samples:
+            family = self._families[sample.name]
+            metric = found.get(sample.name)
+            if metric is None:
+                metric = found[sample.name] = Metric(_base(family), family.help, family.kind)
+            labels = {**common, **dict(zip(family.labels, sample.labels, strict=True))}
+            metric.add_sample(sample.name + sample.suffix, labels, float(sample.value))
+        yield from found.values()
+
+
+def _base(family: Family) -> str:
+    """The family's name as the library wants it: it adds what belongs to the type."""
+    if family.kind == "counter":
+        return family.name.removesuffix("_total")
+    return family.name.removesuffix("_info") if family.kind == "info" else family.name
+
+
+def page(
+    families: Sequence[Family], samples: Iterable[Sample], common: Labels, accept: str, accept_encoding: str
+) -> Page:
+    """The answer to a scrape: OpenMetrics where the scraper takes it, else the text format; compressed likewise."""
+    import gzip
+
+    from prometheus_client.exposition import choose_encoder
+
+    build = Sample("unbroken_build_info", 1, (_version(),))
+    encoder, content_type = choose_encoder(accept)
+    body = encoder(SampleCollector(families, [build, *samples], common))
+    headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
+    if _takes_gzip(accept_encoding):
+        body = gzip.compress(body, 5)
+        headers["Content-Encoding"] = "gzip"
+    return Page(body, headers)
+
+
+@functools.cache
+def _version() -> str:
+    return version_of("unbroken", sys.path) or "unknown"
+
+
+def _takes_gzip(accept_encoding: str) -> bool:
+    for part in accept_encoding.split(","):
+        coding, _, weight = part.replace(" ", "").partition(";")
+        if coding.lower() == "gzip":
+            return weight not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return False

@@ -26,7 +26,7 @@ from supervisor.agent.ranks import RankMonitor
 from supervisor.controller.metrics import job_samples
 from supervisor.job.incidents import RECORDS_KEPT
 from supervisor.job.job import Job
-from supervisor.metrics.port import process_samples
+from supervisor.metrics.port import page, process_samples
 from supervisor.metrics.table import (
     AGENT_LABELS,
     CONTROLLER,
@@ -37,7 +37,6 @@ from supervisor.metrics.table import (
     as_markdown,
     job_name,
 )
-from supervisor.metrics.text import page
 from supervisor.node_health.monitor import HealthMonitor
 from supervisor.node_health.protocol import PollReport
 from supervisor.paths import LocalPaths
