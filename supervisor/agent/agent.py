@@ -32,7 +32,7 @@ from supervisor.agent.metrics import metrics_port
 from supervisor.agent.orphan import EXIT_NO_CONTROLLER, OrphanHandler
 from supervisor.agent.procfs import ProcessIdentity
 from supervisor.agent.ranks import RankMonitor
-from supervisor.agent.reconcile import Collect, NodeSituation, out_of_bounds, reconcile
+from supervisor.agent.reconcile import Collect, out_of_bounds, reconcile
 from supervisor.agent.space import SpaceMonitor
 from supervisor.agent.state import AgentState
 from supervisor.config import NodePlan, load_site_or_default, read_plan, use_rules
@@ -353,15 +353,12 @@ class NodeAgent:
         self._state.assignment = msgspec.structs.replace(held, stage="stop", outcome=outcome, grace_s=STOP_GRACE_S)
         self._state.wakeup.set()
 
-    def _situation(self) -> NodeSituation:
-        return self._state.situation(may_launch=self._actions.may_launch)
-
     async def _act(self) -> None:
         """Bring the node nearer to its assignment."""
         assignment = self._state.assignment
         if assignment is None:
             return
-        for action in reconcile(assignment, self._situation()):
+        for action in reconcile(assignment, self._state.situation(may_launch=self._actions.may_launch)):
             if isinstance(action, Collect):
                 self._look(time.monotonic())  # evidence has what the ranks have written until now
             try:
@@ -379,7 +376,7 @@ class NodeAgent:
         pause_s = HEARTBEATS_APART_S if self._looked_at >= now else HEARTBEAT_EVERY_S
         if state.wakeup.is_set or now >= self._last_heartbeat + pause_s:
             state.wakeup.clear()
-            self._heartbeat.send(self._situation())
+            self._heartbeat.send()
             self._last_heartbeat = now
 
 

@@ -92,26 +92,23 @@ class EvidenceCollector:
 
     async def collect_crash(self, attempt: int) -> None:
         """While all failed ranks only blame a peer that still runs, wait for its end."""
+        began = time.monotonic()
         try:
-            await self._collect_crash(attempt)
+            await self._look_at_disks()
+            ended: dict[int, RankEnd] = {}
+            while True:
+                workers = self._state.workers_of(attempt)
+                ended = self._read_ends(attempt, workers, ended)
+                alive = [worker for worker in workers if worker.alive]
+                if not alive or not only_blame_peers(end.account for end in ended.values()):
+                    break
+                waited_s = time.monotonic() - began
+                if waited_s > PEER_ENDING_S or (waited_s > PEER_WAIT_S and not self._any_is_ending(attempt, alive)):
+                    break
+                await asyncio.sleep(0.05)
+            self._keep(self._crash_evidence(attempt, 0, began, ended))
         finally:
             self._state.collecting_crash = False
-
-    async def _collect_crash(self, attempt: int) -> None:
-        began = time.monotonic()
-        await self._look_at_disks()
-        ended: dict[int, RankEnd] = {}
-        while True:
-            workers = self._state.workers_of(attempt)
-            ended = self._read_ends(attempt, workers, ended)
-            alive = [worker for worker in workers if worker.alive]
-            if not alive or not only_blame_peers(end.account for end in ended.values()):
-                break
-            waited_s = time.monotonic() - began
-            if waited_s > PEER_ENDING_S or (waited_s > PEER_WAIT_S and not self._any_is_ending(attempt, alive)):
-                break
-            await asyncio.sleep(0.05)
-        self._keep(self._crash_evidence(attempt, 0, began, ended))
 
     def _crash_evidence(self, attempt: int, number: int, began: float, ended: dict[int, RankEnd]) -> NodeEvidence:
         outputs = [end.output for end in ended.values() if end.output is not None]

@@ -11,7 +11,7 @@ from diagnosis.signals import RankSample
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.link import Link
 from supervisor.agent.ranks import RankMonitor
-from supervisor.agent.reconcile import NodeSituation, launcher_state
+from supervisor.agent.reconcile import launcher_state
 from supervisor.agent.state import AgentState
 from supervisor.messages import Heartbeat, StoreOffer
 from supervisor.node_health.monitor import HealthMonitor
@@ -42,10 +42,10 @@ class HeartbeatSender:
         """Of the heartbeat before: how often the checkpoints had changed, and the number of the connection."""
         self._sent_inventory = (-1, -1)
 
-    def send(self, situation: NodeSituation) -> None:
+    def send(self) -> None:
         state, saved, assignment = self._state, self._state.saved, self._state.assignment
         self._seq += 1
-        launcher, how = launcher_state(situation, self._keeper_gone_s())
+        launcher, how = launcher_state(state.situation(), self._keeper_gone_s())
         ended = state.keeper.launcher if launcher == "ended" and state.keeper is not None else None
         attempt = max(saved.joined, state.newest_attempt)
         new_checkpoints, new_inventory = self._is_new()

@@ -248,8 +248,8 @@ class AgentState:
     def workers_of(self, attempt: int) -> tuple[WorkerProcess, ...]:
         return self.keeper.workers_of(attempt) if self.keeper is not None else ()
 
-    def situation(self, *, may_launch: bool) -> NodeSituation:
-        """What `reconcile` compares with the assignment."""
+    def situation(self, *, may_launch: bool = True) -> NodeSituation:
+        """The node as `reconcile` compares it with the assignment, and as a heartbeat tells of its launcher."""
         return NodeSituation(
             keeper=self.keeper,
             joining=self.offer is not None,
