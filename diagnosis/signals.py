@@ -8,6 +8,7 @@ shown or matched.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -75,6 +76,15 @@ class ExitRecord(Frozen, frozen=True, kw_only=True):
     """We (agent or keeper) ended it on purpose: never evidence of a fault."""
     order: int = 0
     """0 for the first rank of this attempt on this node that ended, 1 for the next, ..."""
+
+
+def rank_names(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0, 1, 2, 3, 4, 5 and 2 more`, `process 4312` where only that is known."""
+    known = sorted(set(ranks))
+    word = "rank" if not known or known[-1] >= 0 else "process"
+    plural = "" if len(known) == 1 else "s" if word == "rank" else "es"
+    shown = ", ".join(str(abs(rank)) for rank in known[:6])
+    return f"{word}{plural} {shown}" + (f" and {len(known) - 6} more" if len(known) > 6 else "")
 
 
 Phase = Literal["", "checkpoint", "evaluation", "end"]

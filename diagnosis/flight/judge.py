@@ -18,8 +18,7 @@ from diagnosis.flight import waits
 from diagnosis.flight.dumps import COMPLETED, Call, Channel, RankDump, peer_of
 from diagnosis.flight.waits import Joined, Picture, Wait, Waits, join
 from diagnosis.incident import FlightKind, FlightReport, Slowdown
-from diagnosis.signals import Evidence, Frame, RankStack
-from diagnosis.stuck import names
+from diagnosis.signals import Evidence, Frame, RankStack, rank_names
 
 MismatchKind = Literal["collective_type_mismatch", "size_mismatch", "dtype_mismatch", "order_inversion"]
 LOOKED_AT: Final = 64
@@ -448,7 +447,7 @@ def _of_late(slow: Sequence[Slowdown], now: _Found | None) -> _Found | None:
 
 def _of_mismatch(picture: Picture, found: Mismatch, graph: Waits, stacks: Sequence[RankStack]) -> FlightReport:
     confidence = {"majority": 0.92, "siblings": 0.85, "habit": 0.7, "nobody": 0.6}[found.by] - (0 if found.hot else 0.3)
-    who = names(found.odd) if found.odd else "the ranks"
+    who = rank_names(found.odd) if found.odd else "the ranks"
     usual, other = (str(one) if one else "another call" for one in (found.usual, found.other))
     what = "point-to-point call" if found.p2p else "collective"
     because = {"siblings": ", as all groups of its kind did", "habit": ", as always before"}.get(found.by, "")
@@ -519,11 +518,11 @@ def _of_cycle(picture: Picture, graph: Waits, cycle: waits.Sink) -> _Found:
     p2p = any(one.p2p for one in involved)
     kind: FlightKind = "p2p_missing" if p2p else "order_inversion"
     if not odd:
-        why = f"{names(cycle.ranks)} wait for each other in a ring, and none is known to call out of order"
+        why = f"{rank_names(cycle.ranks)} wait for each other in a ring, and none is known to call out of order"
         return _Found(kind, cycle.ranks if len(cycle.ranks) <= 2 else (), wait, why, 0.4)
     where = f" while rank {wait.rank} waits in {_call(wait)}" if wait else ""
     what = "skipped or added a point-to-point call" if p2p else "made calls in another order than ranks alike"
-    why = f"{names(odd)} {what}{where}; {names(cycle.ranks)} wait for each other"
+    why = f"{rank_names(odd)} {what}{where}; {rank_names(cycle.ranks)} wait for each other"
     return _Found(kind, odd, wait, why, 0.85 if len(odd) == 1 else 0.6)
 
 
@@ -546,7 +545,7 @@ def _of_ends(
     orders = judge_order(picture, ranks)
     skipped = tuple(rank for rank in ranks if orders.get(rank) == "deviates" and rank in graph.only_p2p)
     if skipped:
-        why = f"{names(skipped)} went on without the call that rank {wait.rank if wait else '?'} waits for"
+        why = f"{rank_names(skipped)} went on without the call that rank {wait.rank if wait else '?'} waits for"
         return _Found("p2p_missing", skipped, wait, why, 0.75)
     waiters = len(graph.waiting)
     confidence = 0.9 if len(ranks) <= max(1, waiters // 2) else 0.6 if len(ranks) <= waiters else 0.4
@@ -555,13 +554,13 @@ def _of_ends(
     perhaps = ""
     if _is_gloo(picture) and idle and not all(rank in activities for rank in ranks):
         confidence *= 0.4  # others wait for nobody, either: in sends and receives, which gloo does not record
-        perhaps = f"; it may wait for {names(idle)} itself, in a send or receive, which gloo does not record"
+        perhaps = f"; it may wait for {rank_names(idle)} itself, in a send or receive, which gloo does not record"
     if any(activities.get(rank) == "collective" for rank in ranks):
         confidence = 0.3  # waits in what is not recorded, and nobody knows for whom
     doing = {activities[rank] for rank in ranks if rank in activities} - {"unknown"}
     seen = f", seen in {' or '.join(sorted(doing))}" if doing else ""
     who = f"{waiters} others wait" if waiters > 1 else "another waits"
-    why = f"{names(ranks)} did not come to {_call(wait)}{seen}: {who} for that, directly or not{perhaps}"
+    why = f"{rank_names(ranks)} did not come to {_call(wait)}{seen}: {who} for that, directly or not{perhaps}"
     return _Found("missing_rank", ranks, wait, why, round(confidence, 2))
 
 
@@ -580,7 +579,7 @@ def _of_absent(picture: Picture, graph: Waits, dead: tuple[int, ...], alive: tup
     wait = _wait_for(picture, graph, dead)
     many = gone > max(1, len(picture.world) // 4)
     confidence = 0.35 if many else 0.8 if len(dead) == 1 and not alive else 0.4
-    why = f"{names(dead)} left no dump, and {_call(wait)} waits for it"
+    why = f"{rank_names(dead)} left no dump, and {_call(wait)} waits for it"
     if many:
         why += f" (there are dumps of {len(picture.dumps)} of {len(picture.world)} ranks only)"
     return _Found("dead_rank", dead, wait, why, confidence)
@@ -594,7 +593,7 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
     own = graph.waiting[culprits[0]]
     if own.p2p and not lagging and (skipped := _of_skipped(picture, own)):
         return skipped
-    why = f"{names(culprits)} did not complete {_call(own)}"
+    why = f"{rank_names(culprits)} did not complete {_call(own)}"
     why += ", which its peers completed" if lagging else "; all members have called it, and older calls wait for nobody"
     return _Found("stalled_rank", culprits, own, why, 0.75 if lagging and len(lagging) <= 2 else 0.45)
 
@@ -602,13 +601,13 @@ def _of_stuck(picture: Picture, graph: Waits, ranks: tuple[int, ...]) -> _Found:
 def _of_skipped(picture: Picture, wait: Wait) -> _Found | None:
     orders = judge_order(picture, wait.group.members[:MAX_NAMED])
     ranks = tuple(rank for rank, one in orders.items() if one == "deviates")
-    why = f"{names(ranks)} made calls in another order than ranks alike, and {_call(wait)} has no answer"
+    why = f"{rank_names(ranks)} made calls in another order than ranks alike, and {_call(wait)} has no answer"
     return _Found("p2p_missing", ranks, wait, why, 0.6) if ranks else None
 
 
 def _unstarted(graph: Waits, ranks: tuple[int, ...]) -> _Found:
     wait = graph.waiting[ranks[0]]
-    why = f"{names(ranks)} called {_call(wait)}, and the GPU has not begun it; those of others have"
+    why = f"{rank_names(ranks)} called {_call(wait)}, and the GPU has not begun it; those of others have"
     return _Found("stalled_rank", ranks, wait, why, 0.7 if len(ranks) <= 2 else 0.5)
 
 
@@ -619,7 +618,7 @@ def _lagging(picture: Picture, graph: Waits) -> _Found | None:
     if not ranks or len(ranks) > max(2, len(picture.dumps) // 8):
         return None
     wait = graph.waiting[ranks[0]]
-    why = f"{names(ranks)} did not complete {_call(wait)}, which its peers completed"
+    why = f"{rank_names(ranks)} did not complete {_call(wait)}, which its peers completed"
     return _Found("stalled_rank", ranks, wait, why, 0.7)
 
 

@@ -18,8 +18,7 @@ from typing import Final, Literal, NamedTuple
 from diagnosis.flight.dumps import Call, Channel, RankDump
 from diagnosis.flight.waits import Joined, join
 from diagnosis.incident import Slowdown
-from diagnosis.signals import Evidence, Frozen
-from diagnosis.stuck import names
+from diagnosis.signals import Evidence, Frozen, rank_names
 
 LEAST: Final = 16
 """Fewer collectives than this show nothing."""
@@ -299,7 +298,7 @@ def _late_ranks(
     share = sum(value >= 0.5 * typical and value > 0 for value in values) / len(values)
     since = f" since about collective {group.since}" if group.since is not None else ""
     why = (
-        f"{names(slow)} came {1000 * typical:.0f} ms after the others to {100 * share:.0f} % of the collectives "
+        f"{rank_names(slow)} came {1000 * typical:.0f} ms after the others to {100 * share:.0f} % of the collectives "
         f"of group {group.name}{since}: without {'it' if len(slow) == 1 else 'them'} "
         f"steps would take {100 * cost:.0f} % less time"
     )
@@ -436,7 +435,9 @@ def _slow_links(groups: Sequence[Group], span: float, nodes: Mapping[int, str]) 
     cost, ratio, group = max(slow, key=lambda one: one[0])
     shared = set.intersection(*(set(one.ranks) for _, _, one in slow)) if len(slow) > 1 else set()
     ranks = tuple(sorted(shared or group.ranks))
-    which = f"all {len(slow)} slow groups have {names(ranks)} in common" if shared else f"between {names(ranks)}"
+    which = (
+        f"all {len(slow)} slow groups have {rank_names(ranks)} in common" if shared else f"between {rank_names(ranks)}"
+    )
     share = min(cost, 0.99)
     why = (
         f"transfers of group {group.name} take {ratio:.1f} times as long as those of groups alike, {which}: "

@@ -17,8 +17,7 @@ from typing import Final, NamedTuple
 
 from diagnosis.flight import dumps as flight_dumps
 from diagnosis.flight.dumps import COMPLETED, NEVER, STARTED, Channel, ProcessGroup, RankDump, Status, merged, peer_of
-from diagnosis.signals import RankFlight
-from diagnosis.stuck import names
+from diagnosis.signals import RankFlight, rank_names
 
 MAX_STEPS: Final = 64
 """Different collectives of one group that ranks wait in."""
@@ -459,12 +458,12 @@ def find_ring(
     first = min(involved, key=lambda call: len(call.missing))
     fewest = [call for call in involved if len(call.missing) == len(first.missing)]
     odd = first.missing if len(fewest) == 1 and len(first.missing) < len(first.here) else ()
-    calls_text = "; ".join(f"{names(one.here)} in collective {one.seq} of {one.group}" for one in involved[:3])
+    calls_text = "; ".join(f"{rank_names(one.here)} in collective {one.seq} of {one.group}" for one in involved[:3])
     more = f"; and {len(involved) - 3} others" if len(involved) > 3 else ""
-    who = names(ring)
+    who = rank_names(ring)
     why = f"{who} wait for each other in different collectives: {calls_text}{more}"
     alone = ring - {rank for call in calls for rank in call.here}
-    return WaitRing(tuple(sorted(ring)), odd, why + (f"; {names(alone)} in a send or receive" if alone else ""))
+    return WaitRing(tuple(sorted(ring)), odd, why + (f"; {rank_names(alone)} in a send or receive" if alone else ""))
 
 
 def _calls(picture: Picture, stands: set[int]) -> list[_OpenCall]:

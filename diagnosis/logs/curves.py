@@ -23,9 +23,8 @@ import msgspec
 
 from diagnosis.incident import Anomaly, Curve, Point, Slowdown
 from diagnosis.logs.steps import plain
-from diagnosis.signals import Evidence, RankStack
+from diagnosis.signals import Evidence, RankStack, rank_names
 from diagnosis.stacks import Activity, activity
-from diagnosis.stuck import names
 from diagnosis.text import shape
 
 Name = Literal[
@@ -515,7 +514,7 @@ def _of_input(slow: Slowdown, doing: dict[int, set[Activity]]) -> Slowdown:
     if any(doing.get(rank) != {"data"} for rank in slow.ranks):
         return slow
     is_in = "is in its data loader" if len(slow.ranks) == 1 else "are in their data loaders"
-    return msgspec.structs.replace(slow, kind="input", why=f"{names(slow.ranks)} {is_in} by the stack: {slow.why}")
+    return msgspec.structs.replace(slow, kind="input", why=f"{rank_names(slow.ranks)} {is_in} by the stack: {slow.why}")
 
 
 # ----- what logs print of the wait -----
@@ -546,7 +545,7 @@ def _input(curves: Sequence[Curve]) -> list[Slowdown]:
         sorted(rank for rank, (one, _) in shares.items() if rank is not None and one >= INPUT_SHARE and one > 3 * usual)
     )
     longest = max(stalls, key=lambda value: value.seconds)
-    who = f" on {names(ranks)}" if ranks else ""
+    who = f" on {rank_names(ranks)}" if ranks else ""
     return [
         Slowdown(
             kind="input",

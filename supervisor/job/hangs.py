@@ -8,7 +8,7 @@ import msgspec
 
 from diagnosis.hang.proof import describe
 from diagnosis.incident import HangReport
-from diagnosis.stuck import names
+from diagnosis.signals import rank_names
 from recovery import policy
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts
@@ -152,7 +152,7 @@ class Hangs:
         if report.proven:
             self.silence = None
         if report.kind == "stopped" and self._nodes.left_stopped(attempt.number):
-            why = f"{names(report.ranks)} stopped (state T) for {report.quiet_s:.1f} s, and not continued so far"
+            why = f"{rank_names(report.ranks)} stopped (state T) for {report.quiet_s:.1f} s, and not continued so far"
             report = msgspec.structs.replace(report, why=why)
         yield OpenIncident("hang", f"hang: {report.why}", now - report.quiet_s, hang=report)
 
@@ -232,9 +232,9 @@ class Hangs:
         if core.paused or core.mode != "enforce":
             self._nodes.leave_stopped(attempt.number, event.ranks)
             because = "paused" if core.paused else core.mode
-            yield note("ranks_stopped", who=names(event.ranks), one=len(event.ranks) == 1, why=because)
+            yield note("ranks_stopped", who=rank_names(event.ranks), one=len(event.ranks) == 1, why=because)
             return
-        why = f"{names(event.ranks)} stood still for {event.stopped_s:.1f} s, stopped by a signal (state T)"
+        why = f"{rank_names(event.ranks)} stood still for {event.stopped_s:.1f} s, stopped by a signal (state T)"
         report = HangReport(
             kind="stopped", ranks=event.ranks, quiet_s=event.stopped_s, limit_s=event.stopped_s, phase="", why=why
         )

@@ -23,8 +23,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict
-from diagnosis.signals import Evidence, Finding, NodeEvidence, clean_line
-from diagnosis.stuck import names
+from diagnosis.signals import Evidence, Finding, NodeEvidence, clean_line, rank_names
 from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.policy import Plan, RestartBudget
@@ -963,7 +962,7 @@ class Incidents:
     def _continue_first(self, record: IncidentRecord, attempt: Attempt, ranks: tuple[int, ...]) -> Wants:
         """Ranks that were not to be continued before are continued first: that may be all that they need."""
         self._nodes.wake(ranks, attempt.number, attempt.ranks)
-        record.plan = Plan(kind="ignore", why=f"{names(ranks)} continued with SIGCONT, no restart", counts=False)
+        record.plan = Plan(kind="ignore", why=f"{rank_names(ranks)} continued with SIGCONT, no restart", counts=False)
         self._left_alone = record.hang
         yield from self.go_on(record.plan.why)
         yield Timer("again", self._core.now + AWAKE_S + 3 * (attempt.seconds_per_step or 0.0))
@@ -1367,7 +1366,7 @@ class Degraded:
         if not event.bad:
             yield from self._numbers_good(event.step)
             return
-        who = f"{names(event.ranks)} print" + ("s" if len(event.ranks) == 1 else "")
+        who = f"{rank_names(event.ranks)} print" + ("s" if len(event.ranks) == 1 else "")
         since = "" if event.step is None else f" from step {event.step} on"
         finding = Finding(
             rule="bad_numbers",

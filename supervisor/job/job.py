@@ -45,8 +45,7 @@ from typing import Any
 
 import msgspec
 
-from diagnosis.signals import Finding
-from diagnosis.stuck import names
+from diagnosis.signals import Finding, rank_names
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude as conclude_by_triage
 from recovery.checkpoint import choose as choose_checkpoint
@@ -608,7 +607,7 @@ class Job:
             text = view.slow_text(event, attempt.rank_nodes) + view.slow_why(self, event)
             yield note("stragglers", loud=True, what=text)
         elif before is not None and before.ranks:
-            yield note("stragglers_gone", who=names(before.ranks), one=len(before.ranks) == 1)
+            yield note("stragglers_gone", who=rank_names(before.ranks), one=len(before.ranks) == 1)
 
     # ----- events: what may be wrong -----
 

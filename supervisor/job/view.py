@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
-from diagnosis.signals import clean_line
+from diagnosis.signals import clean_line, rank_names
 from diagnosis.stragglers import SLOWS
-from diagnosis.stuck import names
 from recovery.checkpoint import Checkpoint
 from recovery.cordon import Cordon, breaker_limit
 from supervisor.job.assignments import Assignments
@@ -161,7 +160,9 @@ def slow_text(event: StragglersSeen, rank_nodes: Mapping[int, str] | None = None
     holds = "holds" if len(event.ranks) == 1 else "hold"
     nodes = sorted({(rank_nodes or {}).get(rank, "") for rank in event.ranks})
     on = f" ({nodes[0]})" if len(nodes) == 1 and nodes[0] else ""
-    return f"{names(event.ranks)}{on} {holds} the others up: {100 * event.cost:.0f} % of every step since {since} UTC"
+    return (
+        f"{rank_names(event.ranks)}{on} {holds} the others up: {100 * event.cost:.0f} % of every step since {since} UTC"
+    )
 
 
 def slow_why(job: Parts, event: StragglersSeen) -> str:
