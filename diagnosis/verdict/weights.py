@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Final, Generic, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Final, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -63,7 +64,8 @@ _FIXED: Final = ("factor", "confidence", "role", "bonus", "verdict", "hang", "in
 """Tables whose keys the code names: another file must have the same ones."""
 
 
-class Row(NamedTuple, Generic[_Context]):
+@dataclass(frozen=True)  # Python 3.10 has no generic named tuples
+class Row(Generic[_Context]):
     """One adjustment: where `applies` is true, `effect` happens."""
 
     name: str
