@@ -412,6 +412,12 @@ def _field(name: str, value: str) -> Text:
     return Text.assemble((f"{name:<10}", "bold"), value)
 
 
+def _lines(title: str, lines: Iterable[str]) -> list[RenderableType]:
+    """With a title, where there are any."""
+    shown = [Text(f"  {clean_line(line, SHOWN)}") for line in lines]
+    return [Text(f"{title}:"), *shown] if shown else []
+
+
 # ----- the rest -----
 
 
@@ -472,28 +478,32 @@ def diagnosis(value: dict[str, Any]) -> None:
     """The object of `diagnose --json`, in words."""
     verdict = value["verdict"]
     headline = f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}"
-    click.echo(click.style(clean_line(headline, SHOWN), bold=True))
+    fields: list[tuple[str, str]] = []
     if verdict["culprits"]:
-        _diagnosis_field("culprit", _culprits(verdict))
-    remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
+        fields.append(("culprit", _culprits(verdict)))
     if verdict["action"] != "none":
+        remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
         words = _ACTIONS.get(verdict["action"], verdict["action"])
         action = words if words == verdict["action"] else f"{words} ({verdict['action']})"
-        _diagnosis_field("do", f"{action}; as a rule: {remedy}")
-    for one in [one for one in value["alternatives"] if one["confidence"] >= LEAST_SHOWN]:
-        _diagnosis_field("or", f"{one['failure_class']} ({one['confidence']:.0%})")
+        fields.append(("do", f"{action}; as a rule: {remedy}"))
+    likely = [one for one in value["alternatives"] if one["confidence"] >= LEAST_SHOWN]
+    fields += [("or", f"{one['failure_class']} ({one['confidence']:.0%})") for one in likely]
     if value["symptoms"]:
-        _diagnosis_field("symptoms", ", ".join(value["symptoms"]))
-    _list("evidence", map(_evidence, value["evidence"]))
-    _events(value["kernel_events"], value["kernel_events_left_out"])
-    _flight(value["flight_recorder"], {one["text"] for one in value["evidence"]})
-    _steps(value["progress"])
-    _list("where ranks are", (f"{rank_list(one['ranks'])}: {one['place']}" for one in value["stacks"] or ()))
-    _list("slow", (one["why"] for one in value["slowness"] or ()))
-    _list("numbers", (one["why"] for one in value["numerics"] or ()))
-    _list("not read", value["problems"])
+        fields.append(("symptoms", ", ".join(value["symptoms"])))
     lines, files = value["lines"], value["files"]
-    click.echo(f"({lines} line{'s' * (lines != 1)} of {files} file{'s' * (files != 1)})")
+    _print(
+        Text(clean_line(headline, SHOWN), style="bold"),
+        *(Text("  ") + _field(name, clean_line(text, SHOWN)) for name, text in fields),
+        *_lines("evidence", map(_evidence, value["evidence"])),
+        *_events(value["kernel_events"], value["kernel_events_left_out"]),
+        *_flight(value["flight_recorder"], {one["text"] for one in value["evidence"]}),
+        *_steps(value["progress"]),
+        *_lines("where ranks are", (f"{rank_list(one['ranks'])}: {one['place']}" for one in value["stacks"] or ())),
+        *_lines("slow", (one["why"] for one in value["slowness"] or ())),
+        *_lines("numbers", (one["why"] for one in value["numerics"] or ())),
+        *_lines("not read", value["problems"]),
+        Text(f"({lines} line{'s' * (lines != 1)} of {files} file{'s' * (files != 1)})"),
+    )
 
 
 def rank_list(numbers: Iterable[int]) -> str:
@@ -502,52 +512,40 @@ def rank_list(numbers: Iterable[int]) -> str:
     return f"rank{'s' if len(found) > 1 else ''} {_ranges(found, 12)}"
 
 
-def _diagnosis_field(name: str, text: str) -> None:
-    click.echo(f"  {name:9} {clean_line(text, SHOWN)}")
-
-
-def _list(title: str, lines: Iterable[str]) -> None:
-    lines = list(lines)
-    if lines:
-        click.echo(f"{title}:")
-    for line in lines:
-        click.echo(f"  {clean_line(line, SHOWN)}")
-
-
-def _events(events: list[dict[str, Any]], left_out: int) -> None:
-    if not events:
-        return
-    count = len(events) + left_out
-    click.echo(f"{count} kernel event{'s' * (count != 1)}:")
+def _events(events: list[dict[str, Any]], left_out: int) -> list[RenderableType]:
+    lines = []
     for one in events[:MAX_EVENTS]:
         where = f"{one['file']}:{one['line']}" if "file" in one else f"line {one['line']}"
         code = f" {one['code']}" if one["code"] is not None else ""
-        click.echo(f"  {where}: {one['kind']}{code} {one['device'] or ''}".rstrip())
+        lines.append(f"{where}: {one['kind']}{code} {one['device'] or ''}".rstrip())
     if len(events) > MAX_EVENTS:
-        click.echo(f"  and {len(events) - MAX_EVENTS} more (--json has them)")
+        lines.append(f"and {len(events) - MAX_EVENTS} more (--json has them)")
+    count = len(events) + left_out
+    return _lines(f"{count} kernel event{'s' * (count != 1)}", lines)
 
 
-def _steps(progress: dict[str, Any] | None) -> None:
+def _steps(progress: dict[str, Any] | None) -> list[RenderableType]:
     if progress is None:
-        return
+        return []
     others = "; ".join(f"{rank_list(one['ranks'])} at {one['step']}" for one in progress["others"])
-    click.echo(f"newest step: {progress['step']}" + (f"; {others}" if others else ""))
+    return [Text(f"newest step: {progress['step']}" + (f"; {others}" if others else ""))]
 
 
-def _flight(report: dict[str, Any] | None, shown: set[str]) -> None:
+def _flight(report: dict[str, Any] | None, shown: set[str]) -> list[RenderableType]:
     if report is None:
-        return
+        return []
     if report["kind"] is None:
-        click.echo(f"flight recorder: {report['why']}")
-        return
+        return [Text(f"flight recorder: {report['why']}")]
     seq = f" {report['collective_seq']}" if report["collective_seq"] is not None else ""
     who = rank_list(report["culprit_ranks"]) if report["culprit_ranks"] else "no rank can be named"
-    click.echo(f"flight recorder: {report['kind']}, {who}, collective{seq} of {report['process_group']}")
-    if not shown:
-        click.echo(f"  {clean_line(report['why'], SHOWN)}")
-    for one in report["evidence"]:
-        if one["text"] not in shown:
-            click.echo(f"  {clean_line(one['text'], SHOWN)}")
+    found = [
+        *([] if shown else [report["why"]]),
+        *(one["text"] for one in report["evidence"] if one["text"] not in shown),
+    ]
+    return [
+        Text(f"flight recorder: {report['kind']}, {who}, collective{seq} of {report['process_group']}"),
+        *(Text(f"  {clean_line(line, SHOWN)}") for line in found),
+    ]
 
 
 # ----- the checks of a node -----
