@@ -257,8 +257,10 @@ class ControlLoop:
         self._stop = asyncio.Event()
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
-        self.outside: Callable[[m.SchedulerRequest | m.SchedulerComment | m.OpinionWanted], None] = lambda _: None
-        """Takes what others do for us (`supervisor.controller.loop`); their answers are posted as events."""
+        self.ask_scheduler: Callable[[m.SchedulerRequest | m.SchedulerComment], None] = lambda _: None
+        """`Executor`; the scheduler's answers are posted as events."""
+        self.opinion_wanted: Callable[[m.OpinionWanted], None] = lambda _: None
+        """The job wants a model's opinion (`supervisor.opinion`), which is posted as an event."""
         self._fence = FenceWriter(journal.job_dir, journal.epoch)
         self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
         """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""
@@ -638,8 +640,10 @@ class ControlLoop:
                 self._timers.arm(action.timer)
             elif isinstance(action, m.Note):
                 log.info("%s", text_of(action), extra={"repeat_kind": action.kind})
-            elif isinstance(action, (m.SchedulerRequest, m.SchedulerComment, m.OpinionWanted)):
-                self.outside(action)
+            elif isinstance(action, (m.SchedulerRequest, m.SchedulerComment)):
+                self.ask_scheduler(action)
+            elif isinstance(action, m.OpinionWanted):
+                self.opinion_wanted(action)
             else:
                 assert isinstance(action, m.End)
                 self.outcome = action.outcome
@@ -664,7 +668,7 @@ WAITING_LIMIT = 1000
 
 
 class Executor:
-    """Takes `ControlLoop.outside`'s actions. Requests are carried out one after the other, as they were given.
+    """Asks the scheduler. Requests are carried out one after the other, as they were given.
 
     Their answers come back as events. Nothing in the controller waits for one, and no failure here ends it.
     """
@@ -675,7 +679,6 @@ class Executor:
         now: Callable[[], float],
         spec: Callable[[], m.JobSpec],
         schedulers: Mapping[str, Scheduler] | None = None,
-        opinion: Callable[[m.OpinionWanted], None] = lambda _: None,
         life: int = 0,
     ) -> None:
         """`spec`: the job's, which names its scheduler and its id there. `schedulers` None: all that are known.
@@ -684,7 +687,6 @@ class Executor:
         self._now = now
         self._spec = spec
         self._schedulers = schedulers
-        self._opinion = opinion
         self._life = life
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turn: asyncio.Lock | None = None
@@ -692,10 +694,8 @@ class Executor:
         """The newest that has not been made."""
         self._commenting: asyncio.Task[None] | None = None
 
-    def __call__(self, action: m.SchedulerRequest | m.SchedulerComment | m.OpinionWanted) -> None:
-        if isinstance(action, m.OpinionWanted):
-            self._opinion(action)
-        elif isinstance(action, m.SchedulerComment):
+    def __call__(self, action: m.SchedulerRequest | m.SchedulerComment) -> None:
+        if isinstance(action, m.SchedulerComment):
             self._comment = action
             if self._commenting is None or self._commenting.done():
                 self._commenting = asyncio.get_running_loop().create_task(self._make_comment())

@@ -185,8 +185,8 @@ def build(
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
         loop = ControlLoop(job, lambda: HeartbeatEvents(job.skew), journal, history, live_view, unheard_s)
         asks = opinion_queue(job, loop.post, loop.clock.now, job_dir, settings.opinion, training_python)
-        loop.outside = Executor(loop.post, loop.clock.now, lambda: job.spec, opinion=asks.wanted, life=requeues)
-        loop.ask_model = asks.want
+        loop.ask_scheduler = Executor(loop.post, loop.clock.now, lambda: job.spec, life=requeues)
+        loop.opinion_wanted, loop.ask_model = asks.wanted, asks.want
         return loop
 
     journal, history = open_journal(job_dir, living=restarted or not of_front)
