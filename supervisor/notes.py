@@ -83,7 +83,7 @@ KINDS: Final[dict[str, Kind]] = {
         "[no_checkpoint?; no good checkpoint was found][, but {gone} was there before: is its file system mounted?]"
     ),
     "attempt_runs": _kind("attempt {attempt} runs"),
-    "attempt_delayed": _kind("waits {delay_s:.0f} s before the next attempt"),
+    "attempt_delayed": _kind("the next attempt starts in {delay_s:.0f} s"),
     "resume_unknown": _kind("cannot determine the checkpoint to resume from ({why}): the script decides"),
     "resumed_early": _kind("the run resumed at step {step}, although there is a checkpoint of step {expected}"),
     "began_again": _kind(
@@ -116,7 +116,7 @@ KINDS: Final[dict[str, Kind]] = {
         "{incident}: nothing more is done[: {why}]. Decide with `unbroken restart` or `unbroken stop`"
     ),
     "plan_waits_paused": _kind("{incident}: the job is paused: nothing is done until `unbroken resume`"),
-    "plan_waits": _kind("{incident}: waits for `unbroken approve`"),
+    "plan_waits": _kind("{incident}: its plan waits for `unbroken approve`"),
     "reviewed": _kind("{incident}: diagnosed again: {failure_class} ({confidence:.0%} sure): {why}; {plan}"),
     "reviewed_plan_stays": _kind(
         "{incident}: diagnosed again: {failure_class} ({confidence:.0%} sure): {why}; the plan stays[: {plan}]"
@@ -206,7 +206,7 @@ KINDS: Final[dict[str, Kind]] = {
         "{found} of {wanted} nodes can be used and no spare is left: {scheduler} is asked to start the job again"
         "[ without {exclude}][both?,][ without {avoid} where there are enough others]"
     ),
-    "requeue_later": _kind("{scheduler} cannot start the job again yet; the request is repeated: {text}"),
+    "requeue_later": _kind("{scheduler} cannot start the job again yet ({text}); it is asked again later"),
     "requeue_refused": _kind("{scheduler} does not start the job again: {why}"),
     "requeue_happens": _kind("{what}"),
     "requeue_taken_back": _kind(

@@ -1,4 +1,4 @@
-"""What watching a node costs: CPU and memory of the agent and its stations, and of each probe's looks.
+"""What watching a node costs: CPU and memory of the agent and its probe workers, and of each probe's looks.
 
 CPU is what the kernel's clock of each process gained between two looks at it; memory is the most it ever had resident.
 A node that runs already is only read from.
@@ -28,18 +28,18 @@ SETTLE_S: Final = 45.0
 """Until all probes have looked once, at most."""
 CALM_S: Final = 60.0
 """After that, before the measurement (or as long as that takes, if it is shorter): a young run is watched closely."""
-COUNTED: Final = ("agent", "station node", "station gpu")
+COUNTED: Final = ("agent", "worker node", "worker gpu")
 MODULES: Final = {
     "supervisor.agent.agent": "agent",
-    "supervisor.node_health.worker node": "station node",
-    "supervisor.node_health.worker gpu": "station gpu",
+    "supervisor.node_health.worker node": "worker node",
+    "supervisor.node_health.worker gpu": "worker gpu",
     "supervisor.controller.main": "controller",
     "keeper.py": "keeper",
 }
 GOALS: Final[dict[str, tuple[str, float]]] = {
-    "cpu_percent": ("agent and both stations, % of one core", 0.5),
-    "agent_mib": ("agent and station node, MiB resident", 60.0),
-    "gpu_station_mib": ("station gpu, MiB resident", 30.0),
+    "cpu_percent": ("agent and both probe workers, % of one core", 0.5),
+    "agent_mib": ("agent and worker node, MiB resident", 60.0),
+    "gpu_station_mib": ("worker gpu, MiB resident", 30.0),
 }
 PUBLISHED: Final = (
     {"what": "gpud", "mib": "130", "cpu": "2 % of a core", "source": "comment in its Helm chart's values.yaml"},
@@ -161,8 +161,8 @@ def measure(local_dir: Path, seconds: float) -> dict[str, Any]:
     peak = {row["role"]: row["peak_mib"] for row in rows}
     values = {
         "cpu_percent": sum(row["cpu_percent"] + row["children_percent"] for row in rows if row["role"] in COUNTED),
-        "agent_mib": peak["agent"] + peak["station node"],
-        "gpu_station_mib": peak["station gpu"],
+        "agent_mib": peak["agent"] + peak["worker node"],
+        "gpu_station_mib": peak["worker gpu"],
     }
     goals = [
         {"what": what, "value": round(values[name], 3), "goal": goal, "met": values[name] <= goal}

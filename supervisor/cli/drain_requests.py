@@ -31,7 +31,10 @@ _ID: Final = re.compile(r"[0-9]{1,10}")
 
 @click.command("drain-requests")
 @click.option(
-    "--spool", default="", metavar="DIR", help="Folder with the requests.  [the site file's, /var/spool/unbroken]"
+    "--spool",
+    default="",
+    metavar="DIR",
+    help="Folder with the requests.  [as the site file says, else /var/spool/unbroken]",
 )
 @click.option(
     "--per-hour",
@@ -145,7 +148,7 @@ def _read(folder: int, name: str, uid: int) -> bytes:
         if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             raise RequestUntrusted("it has a second name (a hard link)")
         if found.st_uid != uid:
-            raise RequestUntrusted(f"it belongs to user {found.st_uid}, but the job to user {uid}")
+            raise RequestUntrusted(f"the file belongs to user {found.st_uid}, the job to user {uid}")
         return file.read(REQUEST_BYTES + 1)
 
 

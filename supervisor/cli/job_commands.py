@@ -251,7 +251,7 @@ def _asked(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
         if error.status == NOT_PROVEN and job.is_gone_from_its_port:
             return _asked_here(job, incident)
         raise
-    warn("asking the model; Ctrl-C stops waiting for the answer, the request goes on")
+    warn("asking the model. Ctrl-C ends the waiting, not the request")
     patience_s = max(ASK_PATIENCE_S, config.load_here().settings.opinion.timeout_s + 30.0)
     until = time.monotonic() + patience_s
     now = incident
@@ -266,7 +266,7 @@ def _asked(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
 @click.command()
 @job_options
 @click.option("--all", "everything", is_flag=True, help="Show details as well.")
-@click.option("--since", type=int, default=0, metavar="SEQ", help="Only what came after the record with this number.")
+@click.option("--since", type=int, default=0, metavar="SEQ", help="Show only records after number SEQ.")
 def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> None:
     """Show what happened in the job, event by event."""
     from supervisor.cli import render
@@ -347,7 +347,7 @@ def cordon(job: JobHandle, node: str, **options: Any) -> None:
     """Do not use NODE (or NODE/GPU) from the next attempt on.
 
     The scheduler may be asked to drain NODE for the whole cluster. Before it drains a node or interrupts the run, the
-    command asks you (`--yes`: it does not). Exit code 3: the job has no such node; it is cordoned all the same.
+    command asks you (not with `--yes`). Exit code 3: the job has no such node; it is cordoned all the same.
     """
     give(job, "cordon", node, interrupts="perhaps", **options)
 
@@ -377,7 +377,7 @@ def mode(job: JobHandle, mode: str, **options: Any) -> None:
 def approve(job: JobHandle, what: str, **options: Any) -> None:
     """Carry out the plan that waits for approval.
 
-    INCIDENT: only if it is the plan for this incident. RULE: use a rule that a model proposed.
+    With INCIDENT: only if the plan belongs to it. With RULE: accept that rule, which a model proposed.
     """
     give(job, "approve", what, **options)
 

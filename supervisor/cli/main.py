@@ -68,7 +68,7 @@ def _run_options(command: F) -> F:
     options = [
         click.option("--job-dir", help="Job folder, shared between nodes.  [unbroken-jobs/NAME]"),
         click.option("--name", help="Name of the job.  [script and time]"),
-        click.option("--controller", metavar="HOST:PORT", help="Use this controller, which runs elsewhere."),
+        click.option("--controller", metavar="HOST:PORT", help="Use the controller at HOST:PORT; start none here."),
         click.option("--listen", metavar="HOST:PORT", help="Where the job's controller listens.  [a free port]"),
         click.option("--node-name", help="Name of this node.  [host name]"),
         click.option("--token-file", help="File with the job's token.  [`token` in the job folder]"),
@@ -81,7 +81,7 @@ def _run_options(command: F) -> F:
         click.option(
             "--patience",
             metavar="S|off",
-            help="Restart after S silent seconds, even unproven.  [automatic]",
+            help="Restart after S seconds without progress, even if no hang is proven.  [automatic]",
         ),
         click.option(
             "--checkpoint-dir",

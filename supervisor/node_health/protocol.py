@@ -89,7 +89,7 @@ class TimedOut(Frozen, frozen=True, kw_only=True, tag="overdue"):
 
 
 class NodeInventory(Frozen, frozen=True, kw_only=True, tag="stock"):
-    """What the node is made of (`inventory.py`, and what probes with an attribute `inventory` add), when it is new."""
+    """What the node is made of (`inventory` in machine.py, and what probes with that attribute add), when it is new."""
 
     inventory: dict[str, str]
 

@@ -273,7 +273,7 @@ class Front:
         except OSError:  # a full disk: the ranks still get their signal and their time
             written = False
         if not self._options.run.quiet:
-            terminal.say(f"{self._stop.name}: stopping; once more to kill")
+            terminal.say(f"{self._stop.name}: stopping; press Ctrl-C again to kill everything")
         if not written or self._services["agent"].failures >= CRASH_LOOP:
             ask_keeper(self._paths.keeper_socket, {"op": "stop", "signal": int(self._stop), "grace_s": 30.0})
 

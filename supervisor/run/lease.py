@@ -199,7 +199,7 @@ def take(
     now: Callable[[], float] = time.monotonic,
     dead_s: float = DEAD_S,
 ) -> Lease | None:
-    """Take the lease of the job; None where the job lives and this node `joins` it. Raises Taken, and OSError.
+    """Take the lease of the job; None where the job lives and this node `joins` it. Raises JobRunsAlready, and OSError.
 
     Where nothing tells whether the newest life goes on, its lease is watched until it changes, or for `dead_s`.
     """
@@ -226,7 +226,7 @@ def take(
         if not reported:
             reported = True
             who = _who(holder) if holder is not None else "whose lease is damaged"
-            say(f"the job may live already ({who}): looking for {dead_s:.0f} s at most whether it does")
+            say(f"this job may still be running ({who}): watching it for at most {dead_s:.0f} s")
         pause(LOOK_S)
 
 

@@ -350,7 +350,10 @@ def _job_folder(
     """The job folder, made, and the job's name. `job_id`: the scheduler's, whose jobs have their folders in `base`."""
     base = base if job_id else cwd
     if (index or 0) > 0 and not (options.run.controller or options.run.job_dir or options.run.name or job_id):
-        raise LaunchRefused(f"node rank {index} needs --controller ADDRESS, or the first node's --job-dir or --name")
+        raise LaunchRefused(
+            f"node rank {index} cannot find the controller: "
+            "give --controller HOST:PORT, or the first node's --job-dir or --name"
+        )
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", options.run.name or job_id or f"{read.label}-{stamp}").strip("-.")[:80]
     folder = cwd / options.run.job_dir if options.run.job_dir else base / JOBS / (name or "job")

@@ -123,7 +123,7 @@ SHORTEST_S, LONGEST_S = 10.0, 60.0
 
 
 class NvmlProbe:
-    """GPUs by NVML. Follows `Probe`, `Listener` and `Talkative`."""
+    """GPUs by NVML. Follows `Probe`, `EventListener` and `Talkative`."""
 
     name = "nvml"
     checks = CHECKS
