@@ -53,10 +53,10 @@ def test_probe_workers_end_with_their_agent_and_come_back_with_the_next(supervis
             return []
 
     agent = job.process("agent")
-    job.until(lambda: len(workers(agent)) == 2, 60, "both stations")
+    job.until(lambda: len(workers(agent)) == 2, 60, "both probe workers")
     before = workers(agent)
     agent.send_signal(signal.SIGKILL)
-    job.until(lambda: not any(one.is_running() for one in before), 60, "the end of the stations")
+    job.until(lambda: not any(one.is_running() for one in before), 60, "the end of the probe workers")
     job.until(lambda: job.process("agent").pid != agent.pid, 60, "another agent")
-    job.until(lambda: len(workers(job.process("agent"))) == 2, 60, "its stations")
+    job.until(lambda: len(workers(job.process("agent"))) == 2, 60, "its probe workers")
     job.expect_alive()

@@ -103,7 +103,7 @@ def test_the_second_interrupt_kills(supervise: Supervise, after: Callable[[float
     job = supervise("plain", steps=1000, rig="deaf@12:1")
     job.wait_step(11)
     job.front.send_signal(signal.SIGINT)
-    job.wait_shown("once more to kill")
+    job.wait_shown("press Ctrl-C again")
     after(0.3)  # nearer together they are one: Slurm sends the first twice
     job.front.send_signal(signal.SIGINT)
     assert job.code(10) == 130

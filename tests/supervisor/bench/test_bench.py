@@ -182,7 +182,7 @@ def test_the_whole_benchmark_in_small(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr  # whether the goals are met is not for a busy machine to say
     found = json.loads(done.stdout)
     roles = [row["role"] for row in found["processes"]]
-    assert roles[:3] == ["agent", "station gpu", "station node"]
+    assert roles[:3] == ["agent", "worker gpu", "worker node"]
     assert {"controller", "front", "keeper"} <= set(roles[3:])
     assert all(row["peak_mib"] >= row["rss_mib"] > 1 for row in found["processes"])
     assert {"storage", "memory", "nvml"} <= {row["probe"] for row in found["probes"]}

@@ -194,7 +194,7 @@ def test_the_first_signal_asks_for_a_graceful_stop(run: Run, number: signal.Sign
     run.signal(number)
     ended, _, err = run.end()
     assert ended == code
-    assert "stopping; once more to kill" in err
+    assert "stopping; press Ctrl-C again" in err
 
 
 def test_the_second_signal_kills(run: Run) -> None:

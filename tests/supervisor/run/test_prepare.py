@@ -141,7 +141,7 @@ def test_more_nodes_than_the_step_has_are_refused(cwd: Path) -> None:
 @pytest.mark.usefixtures("local_root")
 def test_who_runs_the_controller(cwd: Path) -> None:
     two = ("torchrun", "--nnodes", "2", "--node-rank", "1", "train.py")
-    with pytest.raises(LaunchRefused, match="node rank 1 needs --controller"):
+    with pytest.raises(LaunchRefused, match="give --controller HOST:PORT"):
         prepared(cwd, None, two)
     joined = prepared(cwd, given(controller="head:7461", token_file="t"), two)
     assert not joined.runs_controller
