@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,6 +41,7 @@ from diagnosis.verdict.accounts import (
 from diagnosis.verdict.weights import Row, current, in_use
 
 _Timed = TypeVar("_Timed", bound=msgspec.Struct)
+_Said = TypeVar("_Said", Statement, LoggedTraceback, RuleMatch)
 
 LEAST_SHARED: Final = 3
 """Two logs must share this many steps for their clocks to be compared."""
@@ -327,24 +329,27 @@ def lines_after(log: LogSummary, line: int) -> tuple[str, ...]:
     return log.tail[max(0, line - log.lines + len(log.tail)) :]
 
 
-class InLog(NamedTuple):
-    """A statement in its log."""
+@dataclass(frozen=True)
+class InLog(Generic[_Said]):
+    """A statement, or a traceback or line that may become one, in its log."""
 
-    one: Statement
+    one: _Said
     log: LogSummary
+    others: Sequence[Statement] = ()
+    """All statements of the log, where they are known."""
 
 
-def _was_raised(seen: InLog) -> bool:
+def _was_raised(seen: InLog[Statement]) -> bool:
     return seen.one.is_traceback or _RAISED.search(seen.one.evidence.text) is not None
 
 
-def _is_vague_end(seen: InLog) -> bool:
+def _is_vague_end(seen: InLog[Statement]) -> bool:
     """It shows an end, and not who asked for it."""
     one = seen.one
     return one.rule == _TRACKER or (one.role == "outcome" and one.confidence <= _VAGUE and not one.is_traceback)
 
 
-def _trained_on(seen: InLog) -> bool:
+def _trained_on(seen: InLog[Statement]) -> bool:
     one, several = seen.one, _is_of_several(seen.log)
     # A rank that is asked to end may make a few more steps.
     long = one.role == "outcome" or (one.is_traceback and (one.is_uncaught or several))
@@ -358,7 +363,7 @@ def _may_pass(one: Statement) -> bool:
     return one.benign or one.role in ("cascade", "symptom")
 
 
-def _ends_the_log(seen: InLog) -> bool:
+def _ends_the_log(seen: InLog[Statement]) -> bool:
     """No code caught a traceback at the very end, whatever it looks like, unless the work was completed."""
     one, log = seen.one, seen.log
     at_the_end = one.is_traceback and log.lines - one.line <= LAST_LINES
@@ -366,21 +371,23 @@ def _ends_the_log(seen: InLog) -> bool:
 
 
 IN_LOG: Final = (
-    Row[InLog]("uncaught_at_the_end", "uncaught", _ends_the_log, "an_error_at_the_very_end_that_looks_caught"),
-    Row[InLog](
+    Row[InLog[Statement]](
+        "uncaught_at_the_end", "uncaught", _ends_the_log, "an_error_at_the_very_end_that_looks_caught"
+    ),
+    Row[InLog[Statement]](
         "slowness_of_a_run_that_goes_on",
         "counts",
         lambda seen: seen.one.failure_class in _SLOWDOWN and 2 * seen.one.last_line > seen.log.lines,
         "a_slow_rank_of_a_run_that_goes_on",
     ),
-    Row[InLog](
+    Row[InLog[Statement]](
         "vague_end_of_complete_work",
         "survived",
         lambda seen: _is_vague_end(seen) and is_finished(seen.log, -1),
         "told_to_end_when_all_is_done",
     ),
-    Row[InLog]("trained_on", "survived", _trained_on, "time_limit_of_a_healthy_run"),
-    Row[InLog](
+    Row[InLog[Statement]]("trained_on", "survived", _trained_on, "time_limit_of_a_healthy_run"),
+    Row[InLog[Statement]](
         "goes_on_without_it",
         "survived",
         lambda seen: (
@@ -388,7 +395,7 @@ IN_LOG: Final = (
         ),
         "an_import_done_without",
     ),
-    Row[InLog](
+    Row[InLog[Statement]](
         "start_goes_on",
         "survived",
         lambda seen: (
@@ -398,26 +405,26 @@ IN_LOG: Final = (
         ),
         "a_complaint_before_the_first_step",
     ),
-    Row[InLog](
+    Row[InLog[Statement]](
         "long_before_a_quiet_end",
         "survived",
         lambda seen: seen.log.lines - seen.one.last_line > QUIET_LINES and _ends_quietly(seen.log),
         "a_complaint_long_ago",
     ),
     # A script may print that all is well after an exception, too.
-    Row[InLog](
+    Row[InLog[Statement]](
         "work_completed_after_it",
         "survived",
         lambda seen: _may_pass(seen.one) and is_finished(seen.log, seen.one.last_line),
         "a_peer_that_goes_first_at_a_good_end",
     ),
-    Row[InLog](
+    Row[InLog[Statement]](
         "last_step_made",
         "survived",
         lambda seen: seen.one.benign and _is_complete(seen.log),
         "a_complaint_when_the_last_step_is_made",
     ),
-    Row[InLog](
+    Row[InLog[Statement]](
         "stuck_after_complete_work", "exit_hang", lambda seen: _is_stuck_at_the_end(seen), "complete_and_then_stuck"
     ),
 )
@@ -505,38 +512,20 @@ NEAR_THE_END: Final = 5
 ABORT_LINES: Final = 2
 
 
-class _OfTraceback(NamedTuple):
-    one: LoggedTraceback
-    log: LogSummary
-
-
-class _OfLine(NamedTuple):
-    one: RuleMatch
-    log: LogSummary
-
-
-class _Among(NamedTuple):
-    """A statement among all statements of its log."""
-
-    one: Statement
-    others: Sequence[Statement]
-    log: LogSummary
-
-
 TRACEBACKS: Final = (
-    Row[_OfTraceback](
+    Row[InLog[LoggedTraceback]](
         "helper_after_complete_work",
         "left_out",
         lambda seen: _is_of_teardown(seen.one, seen.log),
         "a_helper_that_dies_after_the_work",
     ),
-    Row[_OfTraceback](
+    Row[InLog[LoggedTraceback]](
         "launchers_own_traceback",
         "left_out",
         lambda seen: seen.one.traceback.is_launchers,
         "a_launchers_traceback_beside_a_bug",
     ),
-    Row[_OfTraceback](
+    Row[InLog[LoggedTraceback]](
         "wrapper_of_another_exception",
         "left_out",
         lambda seen: launchers.is_wrapper(seen.one.traceback.exception, seen.one.traceback.message),
@@ -544,13 +533,13 @@ TRACEBACKS: Final = (
     ),
 )
 LINES: Final = (
-    Row[_OfLine](
+    Row[InLog[RuleMatch]](
         "numbers_skipped_to_the_end", "error", lambda seen: _is_lasting(seen.one, seen.log), "steps_skipped_to_the_end"
     ),
-    Row[_OfLine](
+    Row[InLog[RuleMatch]](
         "line_of_a_report", "left_out", lambda seen: _REPORTED.search(seen.one.text) is not None, "a_report_made_flat"
     ),
-    Row[_OfLine](
+    Row[InLog[RuleMatch]](
         "step_cancelled_after_an_end",
         "left_out",
         lambda seen: _follows_an_end(seen.one, seen.log),
@@ -558,14 +547,14 @@ LINES: Final = (
     ),
 )
 AMONG: Final = (
-    Row[_Among](
+    Row[InLog[Statement]](
         "headline_of_an_abort",
         "left_out",
         lambda seen: _is_head_of_abort(seen.one, seen.others),
         "a_watchdog_that_aborts",
     ),
     # Without a step nothing shows that a faulty device recovered before something else failed.
-    Row[_Among](
+    Row[InLog[Statement]](
         "device_of_a_run_without_steps",
         "counts",
         lambda seen: (
@@ -584,10 +573,10 @@ def log_statements(log: LogSummary) -> list[Statement]:
     found = [
         statement_of_traceback(one.traceback, place_of(one, log))
         for one in log.tracebacks
-        if next(in_use(TRACEBACKS, _OfTraceback(one, log)), None) is None
+        if next(in_use(TRACEBACKS, InLog(one, log)), None) is None
     ]
     for match in log.matches:
-        effects = {row.effect for row in in_use(LINES, _OfLine(match, log))}
+        effects = {row.effect for row in in_use(LINES, InLog(match, log))}
         if "error" in effects:
             sure = current().confidence["numbers_skipped_to_the_end"]
             match = msgspec.structs.replace(match, severity="error", confidence=sure)
@@ -611,7 +600,7 @@ def log_statements(log: LogSummary) -> list[Statement]:
 
 
 def _effects(one: Statement, others: Sequence[Statement], log: LogSummary) -> set[str]:
-    return {row.effect for row in in_use(AMONG, _Among(one, others, log))}
+    return {row.effect for row in in_use(AMONG, InLog(one, log, others))}
 
 
 def _is_head_of_abort(one: Statement, others: Sequence[Statement]) -> bool:
@@ -647,7 +636,7 @@ def _is_of_teardown(one: LoggedTraceback, log: LogSummary) -> bool:
     return is_after and bool(one.traceback.frames) and one.traceback.own_frame is None
 
 
-def _is_stuck_at_the_end(seen: InLog) -> bool:
+def _is_stuck_at_the_end(seen: InLog[Statement]) -> bool:
     """A time-out after the work was completed, or somebody ended a program that did not end by itself."""
     one, finished = seen.one, seen.log.finished_line
     stuck = one.failure_class is FailureClass.NCCL_TIMEOUT or (
