@@ -88,7 +88,7 @@ def test_observe_that_comes_during_a_recovery_is_the_last_restart(supervise: Sup
 def test_a_restart_says_first_what_it_would_stop(supervise: Supervise) -> None:
     job = supervise(pace=0.25)
     job.wait_step(12)
-    assert "say --yes" in job.ask("restart", check=False)
+    assert "give --yes" in job.ask("restart", check=False)
     before = job.ranks()
     would = job.told("restart", "--dry-run")
     assert would["interrupts"]
