@@ -199,6 +199,8 @@ class Connection(asyncio.Protocol):
         self._is_full = True
         if self._http is not None:
             self._http.pause_writing()
+        elif self._frames is None:  # it asks on and on, and does not read the answers: they would pile up
+            self.close_soon()
 
     def resume_writing(self) -> None:
         self._is_full = False

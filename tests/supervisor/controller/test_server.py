@@ -424,6 +424,28 @@ def test_connections_that_prove_nothing_end(rig: Any, monkeypatch: pytest.Monkey
     rig.go(scenario())
 
 
+def test_who_asks_on_and_does_not_read_the_answers_is_put_out(rig: Any) -> None:
+    request = (
+        f"GET {authentication.CHALLENGE_PATH} HTTP/1.1\r\nHost: x\r\n"
+        f"{authentication.CHALLENGE_HEADER}: {authentication.new_nonce()}\r\n\r\n"
+    ).encode()
+
+    async def ask_on(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+        for _ in range(2000):  # 30 MB of answers
+            writer.write(request * 100)
+            await writer.drain()
+
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            with pytest.raises(ConnectionError):
+                await ask_on(int(running.address.rpartition(":")[2]))
+            async with rig.agent(running.address) as one:
+                await rig.until(lambda: one.newest)
+
+    rig.go(scenario())
+
+
 def test_an_agent_of_an_older_version_is_refused_in_words(rig: Any) -> None:
     async def scenario() -> None:
         async with rig.controller() as running, aiohttp.ClientSession() as client:
