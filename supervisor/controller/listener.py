@@ -250,9 +250,9 @@ class Connection(asyncio.Protocol):
             return False
         given = headers.get("authorization", "")
         exchange = self._listener.authenticator.admit(given, "GET", AGENT_PATH, b"", now)
-        self._transport.set_write_buffer_limits(high=0)
-        self._transport.write(_UPGRADE_ANSWER % ws.accept_token(key.encode()))
         self._frames, self._heard_at = ws.FrameReader(MAX_MESSAGE_BYTES, masked=True), now
+        self._transport.set_write_buffer_limits(high=0)  # from here on TLS calls it full with each write
+        self._transport.write(_UPGRADE_ANSWER % ws.accept_token(key.encode()))
         if exchange is not None:
             self._session = self._listener.authenticator.secret.session(exchange, controller=True)
             self._listener.prove(self)
