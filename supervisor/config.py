@@ -623,7 +623,7 @@ def use_rules(site_file: SiteFile, job_dir: Path | None = None) -> str:
     return _use(site_file, job_dir)[1]
 
 
-def use_rules_of_life(site_file: SiteFile, job_dir: Path, *, begun: bool) -> str:
+def use_rules_of_job(site_file: SiteFile, job_dir: Path, *, begun: bool) -> str:
     """The same for a process that replays the journal: a job that has `begun` keeps the rules that it began with.
 
     A rule that was approved since would judge anew what has been decided, and come to another history.

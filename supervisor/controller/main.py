@@ -233,7 +233,7 @@ def _requeued(now: float, job_dir: Path, spec: JobSpec, requeues: int) -> JobReq
 def _use_rules(job_dir: Path, named: str, *, begun: bool) -> None:
     """Read output as the agents do, with the rules of the site and of the job; one that has `begun` keeps its own."""
     site_file, problem = config.load_site_or_default(named)
-    for flaw in (problem, config.use_rules_of_life(site_file, job_dir, begun=begun)):
+    for flaw in (problem, config.use_rules_of_job(site_file, job_dir, begun=begun)):
         if flaw:
             log.warning("%s", flaw)
 

@@ -211,9 +211,9 @@ def exchange_of(answer: object, client: str, secret: SharedSecret) -> Exchange:
     return exchange
 
 
-# ----- who gives an order: munge, Slurm's own proof of a user among the hosts of a cluster -----
+# ----- who gives a command: munge, Slurm's own proof of a user among the hosts of a cluster -----
 #
-# The client has munge sign the order, with the user id that the kernel tells it of us; the controller has it checked.
+# The client has munge sign the command, with the user id that the kernel tells it of us; the controller has it checked.
 # Where there is no munge, or it does not answer in time, there is no proof, and that is said.
 
 SIGN_S: Final = 2.0

@@ -103,17 +103,17 @@ def test_a_job_keeps_the_rules_that_it_began_with(tmp_path: Path) -> None:
     job.mkdir()
     line = b"tracker 7 unreachable"
     try:
-        assert config.use_rules_of_life(config.SiteFile(), job, begun=False) == ""
+        assert config.use_rules_of_job(config.SiteFile(), job, begun=False) == ""
         (job / "rules.toml").write_text(RULE)
-        assert config.use_rules_of_life(config.SiteFile(), job, begun=True) == ""
+        assert config.use_rules_of_job(config.SiteFile(), job, begun=True) == ""
         assert not list(rules.default().scan(line))
-        assert config.use_rules_of_life(config.SiteFile(), job, begun=False) == "", "another job in the same folder"
+        assert config.use_rules_of_job(config.SiteFile(), job, begun=False) == "", "another job in the same folder"
         assert [match.rule for match in rules.default().scan(line)] == ["our_tracker"]
         (job / "rules.toml").unlink()
         assert config.use_begun_rules(job)
         assert [match.rule for match in rules.default().scan(line)] == ["our_tracker"]
         (job / config.RULES_BEGUN).write_bytes(b"\xff")
-        assert config.use_rules_of_life(config.SiteFile(), job, begun=True) == ""
+        assert config.use_rules_of_job(config.SiteFile(), job, begun=True) == ""
         assert not list(rules.default().scan(line))
     finally:
         rules.use([])
