@@ -7,9 +7,11 @@ shown or matched.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterable
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -59,6 +61,33 @@ class Frozen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all values that travel or are kept: frozen, by keyword, small on the wire."""
 
 
+_OF_A_CHILD: Final = (2, 4, 6, 7, 8, 9, 10, 11, 12, 15, 24, 25)
+"""Signals that a shell reports as 128 + n."""
+_SENT_FOR: Final[dict[int, tuple[FailureClass, float, str]]] = {
+    signal.SIGXCPU: (FailureClass.PREEMPTED_OR_CANCELLED, 0.6, "its limit of CPU time is reached"),
+    signal.SIGXFSZ: (FailureClass.STORAGE_ERROR, 0.65, "a file reached its limit of size"),
+    signal.SIGHUP: (FailureClass.PREEMPTED_OR_CANCELLED, 0.6, "its terminal or session was closed"),
+    signal.SIGUSR1: (FailureClass.PREEMPTED_OR_CANCELLED, 0.6, "as schedulers warn of an end, and nobody handled it"),
+    signal.SIGUSR2: (FailureClass.PREEMPTED_OR_CANCELLED, 0.6, "as schedulers warn of an end, and nobody handled it"),
+}
+"""What some signals are sent for."""
+
+
+def from_wait_status(status: int) -> tuple[int | None, int | None, bool]:
+    """(exit code, signal, core dumped) of a status as `waitpid` gives it."""
+    if os.WIFSIGNALED(status):
+        return None, os.WTERMSIG(status), bool(status & 0x80)
+    return os.WEXITSTATUS(status), None, False
+
+
+def signal_name(number: int) -> str:
+    """`SIGKILL`; a number that this system has no name for is said as such."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class ExitRecord(Frozen, frozen=True, kw_only=True):
     """How one rank ended, as its real parent (the keeper) saw it."""
 
@@ -76,6 +105,59 @@ class ExitRecord(Frozen, frozen=True, kw_only=True):
     """We (agent or keeper) ended it on purpose: never evidence of a fault."""
     order: int = 0
     """0 for the first rank of this attempt on this node that ended, 1 for the next, ..."""
+
+    @property
+    def failed(self) -> bool:
+        """It ended badly and we did not do it."""
+        return not self.stopped_by_us and self.code != 0
+
+    @property
+    def how(self) -> str:
+        """`was killed by SIGKILL`, `ended with code 1`."""
+        if self.signal is not None:
+            return f"was killed by {signal_name(self.signal)}{' (core dumped)' if self.core_dumped else ''}"
+        number = self.ending_signal
+        of_child = f" ({signal_name(number)} of its child)" if number is not None else ""
+        return f"ended with code {self.code}{of_child}"
+
+    @property
+    def ending_signal(self) -> int | None:
+        """The signal that ended it, also when a shell or a wrapper in between turned it into 128 + n."""
+        if self.signal is None and self.code is not None and self.code - 128 in _OF_A_CHILD:
+            return self.code - 128
+        return self.signal
+
+    @property
+    def by_itself(self) -> bool:
+        """It ended by itself (also by an abort), not by a signal from outside or a fault."""
+        return self.ending_signal in (None, signal.SIGABRT)
+
+    def ended_by(self, *names: str) -> bool:
+        """Whether one of these signals (`"SIGTERM"`) ended it."""
+        number = self.ending_signal
+        return number is not None and signal_name(number) in names
+
+    def hint(self) -> tuple[FailureClass, float, str]:
+        """(class, confidence, why) from the wait status alone: the least that a verdict can say."""
+        number = self.ending_signal
+        if number == signal.SIGBUS:
+            return FailureClass.SHM_EXHAUSTED, 0.6, f"{self.how}: most often /dev/shm is full"
+        if number == signal.SIGKILL:
+            return FailureClass.WORKER_CRASH, 0.7, f"{self.how}, from outside: no out-of-memory kill is on record"
+        if number in (signal.SIGTERM, signal.SIGINT):
+            return FailureClass.WORKER_CRASH, 0.6, f"{self.how}, which somebody sent to it"
+        if number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
+            return FailureClass.WORKER_CRASH, 0.65, self.how
+        if number in _SENT_FOR:
+            failure_class, confidence, why = _SENT_FOR[number]
+            return failure_class, confidence, f"{self.how}: {why}"
+        if number is not None:
+            return FailureClass.WORKER_CRASH, 0.5, self.how
+        if self.code == 0:
+            return FailureClass.WORKER_CRASH, 0.5, "ended with code 0 while the others still trained"
+        if self.code in (126, 127):
+            return FailureClass.CONFIG_OR_ARGUMENT_ERROR, 0.6, f"{self.how}: the command could not be executed"
+        return FailureClass.WORKER_CRASH, 0.5, f"{self.how} and left no traceback"
 
 
 def rank_names(ranks: Iterable[int]) -> str:

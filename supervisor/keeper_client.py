@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from diagnosis.signals import ExitRecord, Frozen
+from diagnosis.signals import ExitRecord, Frozen, from_wait_status
 from supervisor.blocking import timeout
 from supervisor.errors import KeeperError
 
@@ -49,14 +48,14 @@ class WorkerProcess(Frozen, frozen=True, kw_only=True):
         """How it ended; None while it runs."""
         if self.status is None:
             return None
-        signalled = os.WIFSIGNALED(self.status)
+        code, number, core_dumped = from_wait_status(self.status)
         return ExitRecord(
             rank=self.rank,
             local_rank=self.local_rank,
             pid=self.pid,
-            code=None if signalled else os.waitstatus_to_exitcode(self.status),
-            signal=os.WTERMSIG(self.status) if signalled else None,
-            core_dumped=signalled and os.WCOREDUMP(self.status),
+            code=code,
+            signal=number,
+            core_dumped=core_dumped,
             ended_at=self.ended_at or 0.0,
             stopped_by_us=self.stopped_by_us,
             order=self.order or 0,

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis import exceptions, exits, rules, tracebacks
+from diagnosis import exceptions, rules, tracebacks
 from diagnosis.incident import Candidate, Culprit, Incident
 from diagnosis.rules import Role, RuleMatch
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankOutput, clean_text
@@ -374,7 +374,7 @@ class Account(Frozen, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> bool:
-        return self.exit is None or exits.is_failure(self.exit)
+        return self.exit is None or self.exit.failed
 
     @property
     def who(self) -> str:
@@ -401,7 +401,7 @@ class Account(Frozen, frozen=True, kw_only=True):
 
     def ended_by(self, *names: str) -> bool:
         """Whether one of these signals (`"SIGTERM"`) ended it."""
-        return self.exit is not None and exits.ended_by(self.exit, *names)
+        return self.exit is not None and self.exit.ended_by(*names)
 
 
 class Accounts(Frozen, frozen=True, kw_only=True):
@@ -430,7 +430,7 @@ class Accounts(Frozen, frozen=True, kw_only=True):
 def exit_evidence(record: ExitRecord, node: str) -> Evidence:
     """The wait status as a line of evidence."""
     return Evidence(
-        text=f"rank {record.rank} (pid {record.pid}) {exits.describe(record)}",
+        text=f"rank {record.rank} (pid {record.pid}) {record.how}",
         source=EXIT_RECORD,
         node=node,
         rank=record.rank,
@@ -488,7 +488,7 @@ def accounts_of_ranks(evidence: Iterable[NodeEvidence]) -> list[Account]:
 
 def account_of_rank(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
     """The account of one ended rank; `output`: the end of its output, if known."""
-    return joined(node, record, _said(output, node) if output is not None and exits.is_failure(record) else ())
+    return joined(node, record, _said(output, node) if output is not None and record.failed else ())
 
 
 def _said(output: RankOutput, node: str) -> list[Statement]:
@@ -515,7 +515,7 @@ def _said(output: RankOutput, node: str) -> list[Statement]:
 
 def by_status(node: str, record: ExitRecord) -> Account:
     """The account by the wait status alone."""
-    failure_class, confidence, why = exits.hint(record)
+    failure_class, confidence, why = record.hint()
     return Account(
         rank=record.rank,
         node=node,
@@ -524,7 +524,7 @@ def by_status(node: str, record: ExitRecord) -> Account:
         failure_class=failure_class,
         confidence=confidence,
         summary=why,
-        is_cascade=exits.ended_by(record, "SIGTERM") and record.order > 0,
+        is_cascade=record.ended_by("SIGTERM") and record.order > 0,
         evidence=(exit_evidence(record, node),),
     )
 
@@ -533,7 +533,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
     """The account by wait status and output, as far as the two agree."""
     factors = current().factor
     account = by_status(node, record)
-    own_end = by_itself(record)
+    own_end = record.by_itself
     # A signal from outside ended it, so no exception did: what it raised before was caught.
     weighed = weigh(one for one in said if own_end or not one.is_traceback)
     if not weighed:
@@ -544,13 +544,13 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
     best, confidence = weighed[0]
     summary = best.summary
     if best.rule == CRASH:
-        summary = f"{summary} and {exits.describe(record)}"
+        summary = f"{summary} and {record.how}"
     elif not best.is_traceback:
         in_full = own_end or best.rule in _SIGNAL_RULES
         confidence *= factors["written_line"] if in_full else factors["before_a_signal"]
         if not own_end and (best.role == "cascade" or confidence < account.confidence):
             return account
-        summary = f"{exits.describe(record)} after it wrote: {summary.partition(': ')[2]}"
+        summary = f"{record.how} after it wrote: {summary.partition(': ')[2]}"
     return msgspec.structs.replace(
         account_of_statement(best, confidence, said),
         rank=record.rank,
@@ -580,8 +580,3 @@ def account_of_statement(best: Statement, confidence: float, said: Sequence[Stat
         of_job=best.of_job,
         blames=next((one.blames for one in said if one.blames), ""),
     )
-
-
-def by_itself(record: ExitRecord) -> bool:
-    """It ended by itself (also by an abort), not by a signal from outside or a fault."""
-    return exits.ending_signal(record) is None or exits.ended_by(record, "SIGABRT")

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from diagnosis import exceptions, exits, flight, stacks
+from diagnosis import exceptions, flight, stacks
 from diagnosis.incident import (
     Anomaly,
     Candidate,
@@ -222,7 +222,7 @@ def _of_others(account: Account, failed: Sequence[Account]) -> str:
 def instead_by_end(record: ExitRecord) -> Mapping[FailureClass, float]:
     """What ends processes in this way, if nothing else is known."""
     ends = current().by_end
-    by_signal = next((others for name, others in ends.items() if exits.ended_by(record, name)), None)
+    by_signal = next((others for name, others in ends.items() if record.ended_by(name)), None)
     return by_signal or ends["1" if record.code else "0"]
 
 

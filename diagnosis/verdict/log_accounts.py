@@ -28,7 +28,6 @@ from diagnosis.verdict.accounts import (
     Accounts,
     Statement,
     account_of_statement,
-    by_itself,
     by_status,
     distinct,
     order,
@@ -841,12 +840,12 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
     nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.said_by]
     found = list(accounts)
     # An abort is most often a consequence of a peer's end. So is an exit code without a word.
-    explained = bool(accounts) or any(not by_itself(_record(failure, 0)) for _, failure in failures)
+    explained = bool(accounts) or any(not _record(failure, 0).by_itself for _, failure in failures)
     failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
     for number, (source, failure) in enumerate(failures):
         record = _record(failure, number)
         index = known.get(failure.rank) if failure.rank is not None else None
-        if index is None and nameless and by_itself(record) and (failure.is_root or len(failures) == 1):
+        if index is None and nameless and record.by_itself and (failure.is_root or len(failures) == 1):
             index = nameless.pop(0)  # the only log, and the only end
         if index is not None:
             found[index] = _with_end(found[index], failure, record)
@@ -902,7 +901,7 @@ def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained
             confidence=current().confidence["launcher_names_memory"],
             summary="was killed for its memory",
         )
-    follows = by_itself(record) and explained
+    follows = record.by_itself and explained
     return msgspec.structs.replace(
         account,
         rank=failure.rank,

@@ -6,8 +6,7 @@ import time
 
 import msgspec
 
-from diagnosis.exits import from_wait_status
-from diagnosis.signals import RankSample
+from diagnosis.signals import RankSample, from_wait_status
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.link import Link
 from supervisor.agent.ranks import RankMonitor

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 import re
 
-from diagnosis import exits
-from diagnosis.signals import Frozen
+from diagnosis.signals import Frozen, from_wait_status, signal_name
 from supervisor.keeper_client import KeeperState
 from supervisor.messages import Assignment, LauncherState, Round
 
@@ -280,8 +279,8 @@ def launcher_state(node: NodeSituation, keeper_gone_s: float) -> tuple[LauncherS
     if keeper.launcher_alive:
         return ("running" if any(worker.alive for worker in keeper.workers) else "starting"), ""
     if keeper.launcher is not None and keeper.launcher.status is not None:
-        code, number, _ = exits.from_wait_status(keeper.launcher.status)
-        how = f"was killed by {exits.signal_name(number)}" if number is not None else f"ended with code {code}"
+        code, number, _ = from_wait_status(keeper.launcher.status)
+        how = f"was killed by {signal_name(number)}" if number is not None else f"ended with code {code}"
         return "ended", f"torchrun {how}"
     if node.joined > 0 and keeper.newest_attempt < node.joined:
         return "ended", "the keeper was killed, and its ranks with it"

@@ -16,7 +16,6 @@ import msgspec
 
 from diagnosis import rules, tracebacks
 from diagnosis import stacks as stack_dumps
-from diagnosis.exits import from_wait_status
 from diagnosis.flight.dumps import RankDump, read_dump
 from diagnosis.incident import LauncherFailure, LoggedTraceback, LogSummary
 from diagnosis.kernel import log as kernel_rules
@@ -25,7 +24,7 @@ from diagnosis.logs import scan
 from diagnosis.logs.digest import TemplateBook
 from diagnosis.logs.reader import IN_FULL, LogReader, Place
 from diagnosis.rules import RuleMatch
-from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text
+from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text, from_wait_status
 from supervisor.diagnose import log_files
 
 LARGEST: Final = 64 << 20

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from diagnosis import exits
 from diagnosis.signals import ExitRecord, NodeEvidence
 from recovery.checkpoint import Checkpoint, Preparation, Resume, newest
 from supervisor import messages as m
@@ -739,7 +738,7 @@ class Attempts:
         if record.code == 0:
             yield from self._rank_ended_well(attempt)
         else:
-            text = f"rank {record.rank} on {event.node} {exits.describe(record)}"
+            text = f"rank {record.rank} on {event.node} {record.how}"
             yield OpenIncident("exit", text, record.ended_at, node=event.node)
 
     def ranks_stopped(self, event: m.RanksStopped) -> None:

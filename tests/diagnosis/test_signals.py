@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diagnosis import exits
-from diagnosis.signals import ExitRecord
+from diagnosis.signals import ExitRecord, from_wait_status
 from diagnosis.taxonomy import FailureClass
 
 
@@ -18,7 +17,7 @@ def record(code=None, signal=None, **rest):
     [(0, (0, None, False)), (256, (1, None, False)), (9, (None, 9, False)), (0x8B, (None, 11, True))],
 )
 def test_wait_statuses(status, expected):
-    assert exits.from_wait_status(status) == expected
+    assert from_wait_status(status) == expected
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,7 @@ def test_wait_statuses(status, expected):
     ],
 )
 def test_words(ended, words):
-    assert exits.describe(ended) == words
+    assert ended.how == words
 
 
 @pytest.mark.parametrize(
@@ -49,13 +48,13 @@ def test_words(ended, words):
     ],
 )
 def test_hints(ended, failure_class):
-    found, confidence, why = exits.hint(ended)
+    found, confidence, why = ended.hint()
     assert found is failure_class
     assert 0 < confidence < 0.8
     assert why
 
 
 def test_what_we_did_ourselves_is_no_failure():
-    assert not exits.is_failure(record(signal=9, stopped_by_us=True))
-    assert not exits.is_failure(record(code=0))
-    assert exits.is_failure(record(code=1))
+    assert not record(signal=9, stopped_by_us=True).failed
+    assert not record(code=0).failed
+    assert record(code=1).failed
