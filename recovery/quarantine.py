@@ -36,6 +36,8 @@ class Bounds(Protocol):
     """Its folder; empty where it does not matter."""
     marks: tuple[bytes, ...]
     """Each process of the job has one of these words in its command line or environment; empty: all are the job's."""
+    placed: list[str]
+    """Paths that were put there for the job, where that has to be remembered."""
 
     def why_not(self, path: Path) -> str:
         """Why a checkpoint, or a file beside it, may not be touched; empty when it may."""
@@ -57,7 +59,7 @@ class GivenFolders:
     """Everything below folders that the user gave; no link leads out of them."""
 
     def __init__(self, folders: Sequence[str | Path] = ("/",), job: str = "", marks: tuple[bytes, ...] = ()) -> None:
-        self.job, self.marks = job, marks
+        self.job, self.marks, self.placed = job, marks, list[str]()
         self._folders = [os.path.realpath(folder) for folder in folders]
 
     def why_not(self, path: Path) -> str:
@@ -88,7 +90,6 @@ class WrittenByRanks:
         self.job, self.marks = job, marks
         self._provenance = provenance
         self.placed: list[str] = []
-        """The paths given to `changed`."""
 
     def why_not(self, path: Path) -> str:
         return self._provenance.why_not_ours(str(path))

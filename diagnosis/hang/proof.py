@@ -13,9 +13,9 @@ import msgspec
 
 from diagnosis import flight, stacks
 from diagnosis.flight.waits import WaitRing
-from diagnosis.hang.ranks import WORLD, WatchedRank, names
+from diagnosis.hang.ranks import WORLD, WatchedRank
 from diagnosis.incident import HangReport
-from diagnosis.signals import Frame, RankFlight
+from diagnosis.signals import Frame, RankFlight, rank_names
 
 PLACES: Final = 2
 """A place in the code is known by its innermost frame, or its caller's: the next poll may stand a line further."""
@@ -59,7 +59,7 @@ def describe(report: HangReport, quiet_s: float | None = None) -> str:
     if report.elsewhere:
         who, many = f"rank {report.ranks[0]}", False
     else:
-        who, many = names(report.ranks), len(report.ranks) != 1
+        who, many = rank_names(report.ranks), len(report.ranks) != 1
     where = f"been in {report.place}" if report.place else "shown no progress"
     text = f"{who} {'have' if many else 'has'} {where} for {lasts}"
     if report.elsewhere:
@@ -161,7 +161,7 @@ def _dead(scene: Scene) -> HangReport | None:
     ]
     if not dead:
         return None
-    return _report(scene, "dead", dead, f"the main thread of {names(dead)} is gone, and the process does not end")
+    return _report(scene, "dead", dead, f"the main thread of {rank_names(dead)} is gone, and the process does not end")
 
 
 def _deadlock(scene: Scene) -> HangReport | None:
@@ -174,7 +174,7 @@ def _deadlock(scene: Scene) -> HangReport | None:
     if not locked or (not scene.held and scene.ranks[locked[0]].stack is None):
         return None  # a moment later it is known where it stands
     where = _where(scene.ranks[locked[0]])
-    who = f"every thread of {names(locked)} waits for another thread of the same process"
+    who = f"every thread of {rank_names(locked)} waits for another thread of the same process"
     why = f"deadlock: {who}, the main thread in {where}"
     return _report(scene, "deadlock", locked, why)
 
@@ -183,7 +183,8 @@ def _device(scene: Scene) -> HangReport | None:
     struck = sorted(scene.devices.keys() & scene.ranks.keys())
     if not struck or not scene.held:
         return None
-    why = f"no progress for {scene.quiet_s:.1f} s after a fatal finding on {names(struck)}: {scene.devices[struck[0]]}"
+    what = scene.devices[struck[0]]
+    why = f"no progress for {scene.quiet_s:.1f} s after a fatal finding on {rank_names(struck)}: {what}"
     return _report(scene, "device", struck, why)
 
 
@@ -197,13 +198,12 @@ def _teardown(scene: Scene) -> HangReport | None:
     if not leaving or not all(_stands(rank, scene.now, TEARDOWN_S) for rank in scene.ranks.values()):
         return None
     if scene.complete and all(rank.in_collective for rank in staying):
-        why = f"the work is complete and {names(leaving)} does not come out of its teardown"
+        why = f"the work is complete and {rank_names(leaving)} does not come out of its teardown"
         return _report(scene, "exit_hang", leaving, why)
     if not any(rank.in_collective for rank in staying):
         return None
-    return _report(
-        scene, "teardown", leaving, f"{names(leaving)} destroys its process groups while others wait in a collective"
-    )
+    why = f"{rank_names(leaving)} destroys its process groups while others wait in a collective"
+    return _report(scene, "teardown", leaving, why)
 
 
 def _stands(rank: WatchedRank, now: float, seconds: float) -> bool:
@@ -228,7 +228,7 @@ def _collectives(scene: Scene) -> HangReport | None:
         return _report(scene, "mismatch", scene.wait_ring.odd, scene.wait_ring.why)
     behind = _behind(ranks)
     if behind:
-        why = f"all ranks wait in collectives and {names(behind)} entered fewer of them than the others"
+        why = f"all ranks wait in collectives and {rank_names(behind)} entered fewer of them than the others"
         return _report(scene, "mismatch", behind, why)
     return _report(scene, "all_waiting", (), f"all {len(ranks)} ranks wait in collectives that do not complete")
 
@@ -265,10 +265,10 @@ def _end(scene: Scene) -> HangReport | None:
         return None
     waiting = [number for number, rank in ranks.items() if rank.in_collective and not rank.tears_down]
     if scene.complete or (not scene.ends_known and not waiting):
-        why = f"{names(scene.ended)} ended well, the work is complete and {names(live)} does not end"
+        why = f"{rank_names(scene.ended)} ended well, the work is complete and {rank_names(live)} does not end"
         return _report(scene, "exit_hang", live, why)
     if waiting and not any(_has_helpers(rank) for rank in ranks.values()):
-        why = f"{names(scene.ended)} ended with code 0 while {names(waiting)} still waits in a collective"
+        why = f"{rank_names(scene.ended)} ended with code 0 while {rank_names(waiting)} still waits in a collective"
         return _report(scene, "early_exit", scene.ended, why)
     return None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 from diagnosis import stacks
@@ -173,11 +172,3 @@ def _common(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, ..
             break
         alike += 1
     return one[:alike]
-
-
-def names(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0, 1, 2, 4, 5, 6 and 2 others`."""
-    known = sorted(ranks)
-    shown = ", ".join(str(rank) for rank in known[:6])
-    more = f" and {len(known) - 6} others" if len(known) > 6 else ""
-    return f"rank{'s' if len(known) != 1 else ''} {shown}{more}"

@@ -17,9 +17,9 @@ import msgspec
 from diagnosis.flight.waits import WaitRing
 from diagnosis.hang import proof
 from diagnosis.hang.proof import unproven
-from diagnosis.hang.ranks import LEAP_S, WatchedRank, names
+from diagnosis.hang.ranks import LEAP_S, WatchedRank
 from diagnosis.incident import HangReport
-from diagnosis.signals import Finding, Frozen, RankFlight, RankSample, RankStack
+from diagnosis.signals import Finding, Frozen, RankFlight, RankSample, RankStack, rank_names
 
 FLOOR_S: Final = 1.8
 """Beacon, agent and heartbeat add up to a second each way: this is under 3 s after the fault."""
@@ -436,13 +436,13 @@ class HangWatch:
             " and stays so after SIGCONT" if any(self._ranks[number].wake_at is not None for number in ranks) else ""
         )
         limit = STOPPED_WAKE_S if kind == "stopped" else TRACED_S
-        why = f"{names(ranks)} {how} for {seconds:.1f} s{again}"
+        why = f"{rank_names(ranks)} {how} for {seconds:.1f} s{again}"
         return self._report(kind, ranks, max(seconds, now - self._newest), limit, why)
 
     def _after_stop(self, now: float) -> None:
         """Stopped ranks run again: from here on it is ordinary quiet, and gets its whole time again."""
         assert self._suspicion is not None
-        why = f"{names(self._suspicion.ranks)} runs again, progress has not come back yet"
+        why = f"{rank_names(self._suspicion.ranks)} runs again, progress has not come back yet"
         limit = self.suspect_limit_s
         self._suspicion = self._report("silent", (), max(now - self._newest, 0.0), limit, why)
         self._suspected_at = now

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from recovery.cordon import DrainRequest, clean_reason, may_be_asked, request_file
-from recovery.quarantine import PreparationError, WrittenByRanks, prepare
+from recovery.quarantine import PreparationError, prepare
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.reconcile import (
@@ -315,7 +315,7 @@ class ActionRunner:
             if line not in self._shown:  # a sound checkpoint is found again before each attempt
                 self._shown.append(line)
                 self._state.notices.show(line)
-        if isinstance(bounds, WrittenByRanks) and bounds.placed:
+        if bounds.placed:
             self._checkpoints.placed(bounds.placed)
             await self._checkpoints.scan_now()
         self._state.prepare_error = ""
