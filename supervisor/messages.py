@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from diagnosis.incident import HangReport, Opinion
-from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankSample
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankSample, clean_line
 from recovery.checkpoint import Checkpoint, Preparation, Resume
 from recovery.policy import Mode
 from recovery.scheduling import RequestOutcome
@@ -575,17 +575,47 @@ class TimerFired(Event, frozen=True, kw_only=True, tag="timer_fired"):
 CommandName = Literal["pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject"]
 
 
-class OperatorCommand(Event, frozen=True, kw_only=True, tag="override_given"):
-    """An operator's command: the same value from the command line to the journal and the job.
-
-    Operators win and are never undone by policy.
-    """
+class CommandRequest(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What somebody asks for: the body of POST /v1/override."""
 
     command: CommandName
     argument: str = ""
     reason: str = ""
     by: str = ""
-    """Who gave it: as the client says, until the server puts there what is proven."""
+    """Who asks, as the client says."""
+    munge: str = ""
+    """A credential of munge's over `words`: who asks, as munge says."""
+    dry_run: bool = False
+    """Only say what the command would do."""
+    confirm: Literal["", "if_it_interrupts", "always"] = ""
+    """Say what it would do, and do nothing: always, or if it interrupts the run or drains a node. The client asks its
+    user then, and sends the command again without this."""
+
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """What is signed of it."""
+        return self.command, self.argument, self.reason
+
+    def event(self, at: float, by: str, uid: int | None = None) -> OperatorCommand:
+        """As the journal and the job have it. `by`, `uid`: who gave it, as far as that is proven."""
+        return OperatorCommand(
+            at=at,
+            command=self.command,
+            argument=clean_line(self.argument, 200),
+            reason=clean_line(self.reason, 500),
+            by=by,
+            uid=uid,
+        )
+
+
+class OperatorCommand(Event, frozen=True, kw_only=True, tag="override_given"):
+    """An operator's command. Operators win and are never undone by policy."""
+
+    command: CommandName
+    argument: str = ""
+    reason: str = ""
+    by: str = ""
+    """Who gave it, as far as that is proven."""
     uid: int | None = None
     """The user who gave it, where the kernel or munge proves that."""
     unrecorded: str = ""
@@ -758,5 +788,6 @@ Action = Assign | SetTimer | Note | SchedulerRequest | SchedulerComment | Opinio
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
 decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockReply).decode
+decode_command = msgspec.json.Decoder(CommandRequest).decode
 decode_event = msgspec.json.Decoder(AnyEvent).decode
 encode = msgspec.json.Encoder().encode

@@ -28,7 +28,7 @@ import msgspec
 from supervisor.controller.client import ControllerClient
 from supervisor.controller.main import read_controller_file
 from supervisor.errors import RunFailed
-from supervisor.messages import OperatorCommand
+from supervisor.messages import CommandRequest
 from supervisor.paths import daemon_argv
 from supervisor.wire.limits import raise_descriptor_limit
 
@@ -317,7 +317,7 @@ def _death(job: _Job, figures: Figures) -> None:
 
 def _restart(job: _Job, figures: Figures) -> None:
     attempt, began = _attempt(job), time.time()
-    job.client().command(OperatorCommand(at=0.0, command="restart", reason="bench", by="bench"))
+    job.client().command(CommandRequest(command="restart", reason="bench", by="bench"))
     figures["restart_form_s"] = round(job.all_informed(f"{attempt + 1} form", began, job.members), 2)
     figures["restart_all_s"] = round(job.all_informed(f"{attempt + 1} run", began, job.members), 2)
     time.sleep(SETTLE_S)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import click
+import msgspec
 
 from diagnosis.incident import RULE_PREFIX
 from supervisor import config
@@ -32,7 +33,7 @@ from supervisor.errors import (
     RuleNotFound,
     UnbrokenError,
 )
-from supervisor.messages import CommandName, OperatorCommand
+from supervisor.messages import CommandName, CommandRequest
 from supervisor.view import utc
 
 if TYPE_CHECKING:
@@ -295,10 +296,6 @@ def watch(job: JobHandle, as_json: bool, every: float) -> None:
 JOB_COMMANDS = (status, incidents, why, timeline, watch)
 
 
-Interrupts = Literal["never", "perhaps", "always"]
-"""Whether a command interrupts the run, or takes a node from others: then somebody is asked first."""
-
-
 def command_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command with which an operator acts; `give` gets them."""
     options = [
@@ -330,14 +327,14 @@ def resume(job: JobHandle, **options: Any) -> None:
 @command_options
 def restart(job: JobHandle, **options: Any) -> None:
     """Stop the workers and start the next attempt now."""
-    give(job, "restart", interrupts="always", **options)
+    give(job, "restart", confirm="always", **options)
 
 
 @click.command()
 @command_options
 def stop(job: JobHandle, **options: Any) -> None:
     """End the job: the workers get SIGTERM, later SIGKILL."""
-    give(job, "stop", interrupts="always", **options)
+    give(job, "stop", confirm="always", **options)
 
 
 @click.command()
@@ -349,7 +346,7 @@ def cordon(job: JobHandle, node: str, **options: Any) -> None:
     The scheduler may be asked to drain NODE for the whole cluster. Before it drains a node or interrupts the run, the
     command asks you (not with `--yes`). Exit code 3: the job has no such node; it is cordoned all the same.
     """
-    give(job, "cordon", node, interrupts="perhaps", **options)
+    give(job, "cordon", node, confirm="if_it_interrupts", **options)
 
 
 @click.command()
@@ -404,34 +401,42 @@ def give(
     name: CommandName,
     argument: str = "",
     *,
-    interrupts: Interrupts = "never",
+    confirm: Literal["", "if_it_interrupts", "always"] = "",
     reason: str,
     yes: bool,
     dry_run: bool,
     as_json: bool,
 ) -> NoReturn:
     """Have the controller carry the command out, or say what it would do, and end the program with a code for that."""
-    command = OperatorCommand(at=time.time(), command=name, argument=argument, reason=reason, by=_operator())
+    request = CommandRequest(
+        command=name,
+        argument=argument,
+        reason=reason,
+        by=_operator(),
+        dry_run=dry_run,
+        confirm="" if yes or dry_run else confirm,
+    )
     if name in ("approve", "reject") and argument.startswith(RULE_PREFIX):
-        answer = decide_rule(command, job.folder, job.client, dry_run=dry_run)
+        answer = decide_rule(request, job.folder, job.client)
     elif dry_run:
-        answer = _dry_run(command, job)
+        answer = _dry_run(request, job)
     else:
         if job.is_guessed and job.folder is not None and not as_json:
             warn(f"the job is {job.folder}, the newest here")
-        if interrupts != "never" and not yes:
-            _confirm(command, job, always=interrupts == "always")
-        answer = _send(command, job)
+        answer = _send(request, job)
+        if answer.get("confirm"):
+            _confirm(request, answer)
+            answer = _send(msgspec.structs.replace(request, confirm=""), job)
     lines = [answer["would"]] if dry_run else answer["notes"] or [f"{name}: done"]
     print_answer(answer, as_json, lambda _: click.echo("\n".join(lines)))
     unknown = ExitCode.UNKNOWN_NODE if answer.get("unknown_node") else ExitCode.DONE
     sys.exit(ExitCode.NOT_DONE if answer.get("refused") else unknown)
 
 
-def _send(command: OperatorCommand, job: JobHandle) -> dict[str, Any]:
+def _send(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
     """The controller's answer. Every error also says whether anything was done."""
     try:
-        return job.client().command(command)
+        return job.client().command(request)
     except ControllerSilent as error:
         raise ControllerSilent(f"{error}. It may still be carried out: see `unbroken timeline`") from None
     except (ControllerUnusable, CommandDenied) as error:
@@ -442,33 +447,31 @@ def _send(command: OperatorCommand, job: JobHandle) -> dict[str, Any]:
         raise error.add("Nothing was done. If the job runs, its controller is back in seconds: try again") from None
 
 
-def _dry_run(command: OperatorCommand, job: JobHandle) -> dict[str, Any]:
+def _dry_run(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
     """What the command would do: as the controller says, or as the journal tells when there is none."""
     try:
-        return job.client().command(command, dry_run=True)
+        return job.client().command(request)
     except ControllerUnreachable as error:
         if job.folder is None:
             raise
         warn(f"{error}. What follows is read from the journal")
     from supervisor.controller.report import dry_run
 
-    return job.by_journal(lambda folder: dry_run(folder, command))
+    return job.by_journal(lambda folder: dry_run(folder, request.event(time.time(), request.by)))
 
 
-def _confirm(command: OperatorCommand, job: JobHandle, *, always: bool) -> None:
-    """Ask before the command interrupts a run or drains a node. Ends the program when the answer is no,
-    or nobody can be asked."""
-    answer = _dry_run(command, job)
-    # A controller of another version may not tell what is drained.
-    drains = ", ".join(answer.get("drains") or [one["node"] for one in answer["scheduler"] if one["kind"] == "drain"])
-    if not always and not answer["interrupts"] and not drains:
-        return
+def _confirm(request: CommandRequest, answer: dict[str, Any]) -> None:
+    """Ask the user about a command that interrupts the run or drains a node, as the controller's answer says.
+
+    Ends the program when the user says no, or nobody can be asked.
+    """
     if sys.stdin is None or not sys.stdin.isatty():
+        drains = ", ".join(answer["drains"])
         what = f"drains {drains} for the whole cluster" if drains and not answer["interrupts"] else "interrupts the run"
-        why = f"`{command.command}` {what}, and nobody can be asked here: give --yes. Nothing was done."
+        why = f"`{request.command}` {what}, and nobody can be asked here: give --yes. Nothing was done."
         raise UnbrokenError(why, ExitCode.WRONG_USAGE)
     click.echo(answer["would"], err=True)
-    click.confirm(f"{command.command} {command.argument}".rstrip() + "?", abort=True, err=True)
+    click.confirm(f"{request.command} {request.argument}".rstrip() + "?", abort=True, err=True)
 
 
 def _operator() -> str:
@@ -497,7 +500,7 @@ def _ended(job: JobHandle) -> str:
 
 
 def decide_rule(
-    command: OperatorCommand, job_dir: Path | None, client: Callable[[], ControllerClient], *, dry_run: bool = False
+    request: CommandRequest, job_dir: Path | None, client: Callable[[], ControllerClient]
 ) -> dict[str, Any]:
     """`approve` or `reject` a rule, and have it journalled if a controller answers; as JSON types.
 
@@ -505,24 +508,24 @@ def decide_rule(
     """
     from supervisor.opinion import pending
 
-    name, approved = command.argument, command.command == "approve"
+    name, approved = request.argument, request.command == "approve"
     if job_dir is None:
         raise RuleNotFound(f"the rule {name} is in a job folder: give it with --job-dir. Nothing was done.")
     try:
         rule = pending.find(job_dir, name)
-        if dry_run:
+        if request.dry_run:
             would = f"would put {name} into {job_dir / pending.APPROVED}" if approved else f"would forget {name}"
-            return {"schema": 1, "would": would, "command": command.command, "argument": name, "rule": rule}
+            return {"schema": 1, "would": would, "command": request.command, "argument": name, "rule": rule}
         if approved:
             pending.check(job_dir, rule)
         try:
-            client().command(command)
+            client().command(request)
         except ControllerUnusable:
             raise
         except ControllerUnreachable:
             pass  # a job that has ended has no controller, and needs none for this
-        at = f"{utc(command.at):%Y-%m-%d %H:%M} UTC"
-        sentence = pending.approve(job_dir, name, command.by, at) if approved else pending.reject(job_dir, name)
+        at = f"{utc(time.time()):%Y-%m-%d %H:%M} UTC"
+        sentence = pending.approve(job_dir, name, request.by, at) if approved else pending.reject(job_dir, name)
     except ConfigError as error:
         raise UnbrokenError(f"{error}. Nothing was done.") from None
     except UnbrokenError as error:

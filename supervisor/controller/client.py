@@ -31,7 +31,7 @@ from supervisor.errors import (
     JobNotFound,
 )
 from supervisor.files import SECRET_BYTES, read_token
-from supervisor.messages import OperatorCommand
+from supervisor.messages import CommandRequest, encode
 from supervisor.wire.authentication import (
     CHALLENGE_HEADER,
     CHALLENGE_PATH,
@@ -199,17 +199,16 @@ class ControllerClient:
         """Raises ControllerUnreachable and CommandDenied."""
         return self._ask("GET", path, None)
 
-    def command(self, command: OperatorCommand, *, dry_run: bool = False) -> dict[str, Any]:
-        """Have the controller carry out an operator's command, or tell what it would do.
+    def command(self, request: CommandRequest) -> dict[str, Any]:
+        """Have the controller carry out an operator's command, or say what it would do.
 
         Raises ControllerUnreachable and CommandDenied.
         """
-        words = (command.command, command.argument, command.reason)
-        body = dict(zip(("command", "argument", "reason"), words, strict=True), by=command.by)
-        if dry_run:
-            return self._ask("POST", "/v1/override", msgspec.json.encode({**body, "dry_run": True}), REPLAY_TIMEOUT_S)
-        body["munge"] = munge_credential(self._secret.command_digest(*words))
-        return self._ask("POST", "/v1/override", msgspec.json.encode(body))
+        if not request.dry_run:
+            munge = munge_credential(self._secret.command_digest(*request.words))
+            request = msgspec.structs.replace(request, munge=munge)
+        replays = request.dry_run or request.confirm
+        return self._ask("POST", "/v1/override", encode(request), REPLAY_TIMEOUT_S if replays else TIMEOUT_S)
 
     def ask_model(self, incident: str) -> dict[str, Any]:
         """Have the language model asked about an incident. Raises ControllerUnreachable and CommandDenied."""

@@ -360,18 +360,24 @@ class ControlLoop:
 
     # ----- what people and programs ask: each answer comes within seconds, and what it says was done, was done -----
 
-    async def command(self, command: m.OperatorCommand) -> dict[str, object]:
-        """Carry out an operator's command.
+    async def command(self, request: m.CommandRequest, by: str, uid: int | None) -> dict[str, object]:
+        """Carry out an operator's command, or say what it would do, if that is asked or to be confirmed.
 
         Raises ValueError when it is refused, CommandNotJournalled when that is not known yet.
         """
-        command = msgspec.structs.replace(command, at=self.clock.now())
+        if request.dry_run:
+            return await self._dry_run(request.event(self.clock.now(), by, uid))
         if self.outcome is not None:
-            raise ValueError(f"{command.command}: the job has ended already")
-        if self.stall and command.command not in WITHOUT_JOURNAL:
+            raise ValueError(f"{request.command}: the job has ended already")
+        if self.stall and request.command not in WITHOUT_JOURNAL:
             raise ValueError(
                 f"the journal cannot be written ({self.stall}): until it can be, nothing is done but `stop` and `pause`"
             )
+        if request.confirm:
+            would = await self._dry_run(request.event(self.clock.now(), by, uid))
+            if request.confirm == "always" or would["interrupts"] or would["drains"]:
+                return {**would, "confirm": True}
+        command = request.event(self.clock.now(), by, uid)
         try:
             async with timeout(ANSWER_S):
                 actions = await self._decided(command)
@@ -396,12 +402,12 @@ class ControlLoop:
                 return await asyncio.shield(asked)
         return await asyncio.shield(self.submit_without_journal(command))
 
-    async def dry_run(self, command: m.OperatorCommand) -> dict[str, object]:
+    async def _dry_run(self, command: m.OperatorCommand) -> dict[str, object]:
         """What the command would do: by the journal, in a thread. A long one takes its time, and agents do not wait."""
         from supervisor.controller.report import dry_run
 
         try:
-            return await asyncio.to_thread(dry_run, self.job_dir, msgspec.structs.replace(command, at=self.clock.now()))
+            return await asyncio.to_thread(dry_run, self.job_dir, command)
         except OSError as error:
             raise ValueError(f"the journal cannot be read: {error.strerror or error}") from None
 

@@ -23,7 +23,7 @@ from diagnosis.signals import clean_line, clean_text
 from supervisor.blocking import timeout
 from supervisor.controller.listener import BACKLOG, NOT_SIGNED, AgentService, Listener
 from supervisor.errors import CommandNotJournalled
-from supervisor.messages import OperatorCommand, encode
+from supervisor.messages import CommandRequest, decode_command, encode
 from supervisor.wire.authentication import (
     AGENT_PATH,
     CHALLENGE_HEADER,
@@ -54,22 +54,6 @@ MUNGE_S = 1.0
 """Munge has this long to say who gives a command; after that, it counts as unknown."""
 
 
-SIGNED = ("command", "argument", "reason")
-"""What munge signs of a command."""
-
-
-def operator_command(body: dict[str, Any], uid: int | None) -> OperatorCommand:
-    """The command in the body of POST /v1/override. Raises ValueError, where there is no such command, or field."""
-    if unknown := sorted(body.keys() - {*SIGNED, "by"}):
-        raise ValueError(f"a command has no field {clean_line(', '.join(unknown), 200)}")
-    try:
-        command = msgspec.convert({**body, "at": 0.0, "uid": uid}, type=OperatorCommand)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"there is no such command: {error}") from None
-    argument, reason = clean_line(command.argument, 200), clean_line(command.reason, 500)
-    return msgspec.structs.replace(command, argument=argument, reason=reason)
-
-
 class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/ask."""
 
@@ -82,11 +66,11 @@ class Service(AgentService, Protocol):
     @property
     def epoch(self) -> int: ...
 
-    async def command(self, command: OperatorCommand) -> dict[str, object]:
-        """Carry it out. Raises ValueError with a sentence for the operator, and CommandNotJournalled."""
+    async def command(self, request: CommandRequest, by: str, uid: int | None) -> dict[str, object]:
+        """Carry it out, or say what it would do. `by`, `uid`: who gives it, as far as that is proven.
 
-    async def dry_run(self, command: OperatorCommand) -> dict[str, object]:
-        """Only tell what it would do. Raises ValueError with a sentence for the operator."""
+        Raises ValueError with a sentence for the operator, and CommandNotJournalled.
+        """
 
     def ask(self, incident: str) -> dict[str, object]:
         """Have the language model asked about an incident. Raises ValueError with a sentence for the operator."""
@@ -249,16 +233,14 @@ class Server:
 
     async def _command(self, request: web.Request) -> web.Response:
         try:
-            body = msgspec.json.decode(await request.read(), type=dict[str, Any])
-            credential, dry_run = body.pop("munge", ""), body.pop("dry_run", False) is not False
+            asked = decode_command(await request.read())
             assert self._listener is not None
             connection = self._listener.of(request.transport)
             address, uid = (connection.peer, connection.uid) if connection is not None else ("?", None)
-            if uid is None and credential:
-                signed = self._authenticator.secret.command_digest(*(str(body.get(name, "")) for name in SIGNED))
-                uid = await asyncio.to_thread(munge_user, str(credential), signed, MUNGE_S)
-            command = operator_command({**body, "by": given_by(uid, address, str(body.get("by", "")))}, uid)
-            return _answer(await (self._service.dry_run if dry_run else self._service.command)(command))
+            if uid is None and asked.munge:
+                signed = self._authenticator.secret.command_digest(*asked.words)
+                uid = await asyncio.to_thread(munge_user, asked.munge, signed, MUNGE_S)
+            return _answer(await self._service.command(asked, given_by(uid, address, asked.by), uid))
         except CommandNotJournalled as error:
             return _problem(504, clean_text(str(error)))
         except (msgspec.DecodeError, ValueError) as error:

@@ -237,6 +237,7 @@ def test_a_dry_run_says_what_would_happen_and_leaves_no_trace(live: Path) -> Non
 def test_a_cordon_is_asked_about_only_where_it_interrupts(live: Path) -> None:
     unbroken("restart", "--yes", cwd=live)  # an attempt is being formed on n0
     assert "--yes" in unbroken("cordon", "n0", cwd=live, code=2)
+    assert read("status", cwd=live)["cordons"] == []
     unbroken("cordon", "n7", "--dry-run", cwd=live, code=3)
     unbroken("cordon", "n7", cwd=live, code=3)
     unbroken("cordon", "n0", "--yes", cwd=live)

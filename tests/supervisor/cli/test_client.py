@@ -18,7 +18,7 @@ import pytest
 from supervisor.controller import client as client_module
 from supervisor.controller.client import ControllerClient
 from supervisor.errors import CommandDenied, ControllerSilent, ControllerUnreachable, ControllerUnusable
-from supervisor.messages import OperatorCommand
+from supervisor.messages import CommandRequest
 from supervisor.wire.authentication import CHALLENGE_PATH, PROOF_HEADER, Authenticator, Exchange
 
 
@@ -137,7 +137,7 @@ OTHERS = {
 def test_another_program_at_the_address_gets_no_token(stranger: Callable[..., Stranger], answer: bytes) -> None:
     other = stranger(answer, answer)
     with pytest.raises(ControllerUnreachable, match="no controller answers at"):
-        ControllerClient(other.address, "secret-token").command(OperatorCommand(at=0.0, command="stop", by="me"))
+        ControllerClient(other.address, "secret-token").command(CommandRequest(command="stop", by="me"))
     assert CHALLENGE_PATH.encode() in other.heard
     assert b"secret-token" not in other.heard
 
@@ -153,7 +153,7 @@ def test_an_answer_that_drips_is_no_answer(stranger: Callable[..., Stranger], mo
     monkeypatch.setattr(client_module, "WHOLE_S", 1.0)
     other = stranger(Controller().proof, b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
     with pytest.raises(ControllerSilent, match="timed out"):
-        ControllerClient(other.address, "token").command(OperatorCommand(at=0.0, command="pause", by="me"))
+        ControllerClient(other.address, "token").command(CommandRequest(command="pause", by="me"))
 
 
 def test_an_endless_answer_is_read_up_to_a_limit(stranger: Callable[..., Stranger]) -> None:
@@ -190,7 +190,7 @@ def test_an_address_that_is_none_is_told(address: str) -> None:
 def test_one_that_does_not_know_the_token_is_asked_nothing(stranger: Callable[..., Stranger]) -> None:
     other = stranger(Controller("guessed").proof, Controller("guessed").proof)
     with pytest.raises(CommandDenied, match="this job's token") as denied:
-        ControllerClient(other.address, "token").command(OperatorCommand(at=0.0, command="stop", reason="why", by="me"))
+        ControllerClient(other.address, "token").command(CommandRequest(command="stop", reason="why", by="me"))
     assert denied.value.status == 401
     assert b"Authorization" not in other.heard
     assert b"a reason" not in other.heard
@@ -201,7 +201,7 @@ def test_an_answer_that_is_not_signed_is_none(stranger: Callable[..., Stranger],
     """Somebody between the two: the order may have come through, and its answer may be another's."""
     other = stranger(Controller().proof, http_answer(forged))
     with pytest.raises(ControllerSilent, match="not signed by the controller"):
-        ControllerClient(other.address, "token").command(OperatorCommand(at=0.0, command="pause", by="me"))
+        ControllerClient(other.address, "token").command(CommandRequest(command="pause", by="me"))
 
 
 def test_a_controller_of_another_version_is_told_apart(stranger: Callable[..., Stranger]) -> None:

@@ -29,6 +29,7 @@ from supervisor.messages import (
     AnyEvent,
     Assign,
     Assignment,
+    CommandRequest,
     ControllerMessage,
     ControllerStarted,
     End,
@@ -181,8 +182,8 @@ class Process:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def given(command: str) -> OperatorCommand:
-    return OperatorCommand(at=0.0, command=command, reason="because", by="me")  # type: ignore[arg-type]
+def given(command: str) -> CommandRequest:
+    return CommandRequest(command=command, reason="because", by="me")  # type: ignore[arg-type]
 
 
 class Rig:

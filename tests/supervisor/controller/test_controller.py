@@ -24,12 +24,12 @@ from supervisor.messages import (
     PROTOCOL,
     Assign,
     Assignment,
+    CommandRequest,
     ControllerMessage,
     ControllerStarted,
     Hello,
     JobSpec,
     NodeLost,
-    OperatorCommand,
     SchedulerAnswered,
     encode,
 )
@@ -73,7 +73,7 @@ def test_sigkill_and_start_again(tmp_path: Path, rig: Any) -> None:
 
 def test_a_job_that_has_ended_begins_again_unless_it_was_only_its_controller(rig: Any) -> None:
     process = rig.start()
-    process.client().command(OperatorCommand(at=0.0, command="stop", reason="enough", by="me"))
+    process.client().command(CommandRequest(command="stop", reason="enough", by="me"))
     assert process.exit_code() == 0
     assert rig.start("--restarted").exit_code() == 0
     assert "enough" in json.dumps([row["text"] for row in timeline_rows(rig.history())])

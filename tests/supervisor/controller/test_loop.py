@@ -17,6 +17,7 @@ from supervisor.controller.journal import steps
 from supervisor.controller.loop import Clock, KnownNodes
 from supervisor.errors import CommandDenied, ControllerSilent
 from supervisor.messages import (
+    CommandRequest,
     JobSpec,
     JournalStalled,
     LauncherEnded,
@@ -263,7 +264,7 @@ def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
             await rig.until(lambda: one.newest)
             size = max(path.stat().st_size for path in rig.job_dir.glob("journal.*.jsonl"))
             resource.prlimit(process.popen.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-            answer = await asyncio.to_thread(client.command, OperatorCommand(at=0.0, command="pause", by="ann"))
+            answer = await asyncio.to_thread(client.command, CommandRequest(command="pause", by="ann"))
             assert answer["ok"]
             status = await asyncio.to_thread(client.get, "/v1/status")
             assert (status["paused"], status["pause"]["by"]) == (
@@ -271,7 +272,7 @@ def test_the_real_controller_ends_a_job_whose_disk_is_full(rig: Any) -> None:
                 "holder of the token at 127.0.0.1, says ann",
             )
             assert "File too large" in status["controller"]["journal"]
-            await asyncio.to_thread(client.command, OperatorCommand(at=0.0, command="stop", by="ann"))
+            await asyncio.to_thread(client.command, CommandRequest(command="stop", by="ann"))
             await rig.until(lambda: one.newest.outcome)
             assert one.newest.outcome.state == "stopped"
             assert any("done, but the journal cannot be written now" in text for _, text in one.newest.notices)

@@ -28,6 +28,7 @@ from supervisor.errors import CommandDenied
 from supervisor.messages import (
     PROTOCOL,
     CommandName,
+    CommandRequest,
     NodeJoined,
     OperatorCommand,
     Progressed,
@@ -181,7 +182,7 @@ def test_by_the_unix_socket_the_kernel_tells(rig: Any) -> None:
     process = rig.start()
     assert process.address
     told = ControllerClient.of_job(rig.job_dir).command(
-        OperatorCommand(at=0.0, command="pause", reason="because", by="mallory@login")
+        CommandRequest(command="pause", reason="because", by="mallory@login")
     )
     assert told["ok"]
     pause = process.status()["pause"]
@@ -385,7 +386,7 @@ def test_a_crowd_does_not_stop_recovery(rig: Any) -> None:
                 await asyncio.to_thread(crowd.gather)
                 for round_ in range(5):
                     name: CommandName = "pause" if round_ % 2 == 0 else "resume"
-                    await asyncio.to_thread(process.client().command, OperatorCommand(at=0.0, command=name, by="me"))
+                    await asyncio.to_thread(process.client().command, CommandRequest(command=name, by="me"))
                     versions = [agent.newest.version for agent in (one, two)]
                     one.beat()
                     two.beat()

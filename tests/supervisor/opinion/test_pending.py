@@ -14,7 +14,7 @@ from supervisor import config
 from supervisor.cli import job_commands
 from supervisor.controller.client import ControllerClient
 from supervisor.errors import ConfigError, ControllerUnreachable, UnbrokenError
-from supervisor.messages import OperatorCommand
+from supervisor.messages import CommandRequest
 from supervisor.opinion import pending
 
 LINE = 'FluxError: "governor" 17 \\ lost its balance é'
@@ -101,12 +101,12 @@ def no_controller() -> ControllerClient:
     raise ControllerUnreachable("nobody")
 
 
-def given(command: str, name: str = "rule-i-1") -> OperatorCommand:
-    return OperatorCommand(at=0.0, command=command, argument=name, reason="because", by="me@here")  # type: ignore[arg-type]
+def given(command: str, name: str = "rule-i-1", **more: bool) -> CommandRequest:
+    return CommandRequest(command=command, argument=name, reason="because", by="me@here", **more)  # type: ignore[arg-type]
 
 
 def decide(job_dir: Path | None, command: str = "approve", name: str = "rule-i-1", **more: bool) -> dict[str, object]:
-    return job_commands.decide_rule(given(command, name), job_dir, no_controller, **more)
+    return job_commands.decide_rule(given(command, name, **more), job_dir, no_controller)
 
 
 def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
