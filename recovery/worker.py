@@ -14,13 +14,22 @@ import os
 import stat
 from typing import Optional
 
+_last_step: Optional[int] = None  # noqa: UP045 (Python 3.9)
+
 
 def heartbeat(step: int) -> None:
     """Tell the agent that the run is at this step."""
+    global _last_step
     try:
-        _write(f"step {int(step)}\n")
+        _last_step = int(step)
+        _write(f"step {_last_step}\n")
     except Exception:  # a step that is no number
         pass
+
+
+def last_step() -> Optional[int]:  # noqa: UP045
+    """The newest step that this process told; None before the first."""
+    return _last_step
 
 
 def phase(name: str) -> None:
