@@ -604,9 +604,7 @@ class Incidents:
         attempt = self._attempts.current
         assert attempt is not None
         record = yield from self._open(want, attempt)
-        if then != "cured":
-            record.keep_evidence(attempt.evidence.values())
-        record.verdict = self._verdict(record, attempt)
+        record.verdict = self._verdict(record, attempt, () if then == "cured" else attempt.evidence.values())
         record.mark("diagnose", self._core.now)
         record.plan = Plan(kind="ignore", why=why, counts=False)
         record.further_failures = further
@@ -659,12 +657,15 @@ class Incidents:
 
     # ----- evidence -----
 
-    def evidence_arrived(self, piece: NodeEvidence) -> Wants:
-        attempt = self._attempts.current
-        assert attempt is not None
+    def evidence_arrived(self, event: m.EvidenceArrived) -> Wants:
+        piece, attempt = event.evidence, self._attempts.current
+        if attempt is None or self._nodes.get(piece.node) is None:
+            return
         if piece.attempt != attempt.number:
             yield from self._late_evidence(piece)
-        elif attempt.keep_evidence(piece):
+            return
+        self._nodes.take_evidence(piece)
+        if attempt.keep_evidence(piece):
             yield from self._attempts.steps_in_evidence(piece)
             if self.active is not None and self.active.verdict is None:
                 self.active.keep_evidence(attempt.evidence.values())
@@ -757,7 +758,6 @@ class Incidents:
         """Ranks feel at once that a node is gone, silence tells later: the network is not blamed before that."""
         if record.trigger != "exit" or record.waited_longer:
             return False
-        record.evidence = list(attempt.evidence.values())
         if self._verdict(record, attempt).failure_class is not FailureClass.NCCL_NETWORK:
             return False
         record.waited_longer = True
@@ -768,7 +768,6 @@ class Incidents:
 
     def _conclude(self, record: IncidentRecord, attempt: Attempt) -> Wants:
         now = self._core.now
-        record.keep_evidence(attempt.evidence.values())
         record.step = attempt.step
         record.verdict = verdict = self._verdict(record, attempt)
         record.mark("diagnose", now)
@@ -785,7 +784,11 @@ class Incidents:
         yield record.note("plan", loud=loud, plan=plan.kind, why=plan.why, observe=observe)
         yield from self._consider(record, plan, attempt)
 
-    def _verdict(self, record: IncidentRecord, attempt: Attempt) -> Verdict:
+    def _verdict(
+        self, record: IncidentRecord, attempt: Attempt, evidence: Iterable[NodeEvidence] | None = None
+    ) -> Verdict:
+        """`evidence` None: all of the attempt that has come so far."""
+        record.keep_evidence(attempt.evidence.values() if evidence is None else evidence)
         findings = self._not_settled(record, self.log.findings_near(record.failed_at, record.attempt))
         try:
             incident = record.incident(findings, attempt.rank_nodes, attempt.world_size)
@@ -1113,7 +1116,6 @@ class Incidents:
         if record is None or attempt is None or attempt.number != piece.attempt:
             return
         if attempt is self._attempts.current or attempt.keep_evidence(piece):
-            record.keep_evidence(attempt.evidence.values())
             yield from self._reevaluate(record)
 
     def _open_to_review(self) -> IncidentRecord | None:

@@ -207,7 +207,7 @@ class Job:
             m.SpaceSeen: self.space.seen,
             m.StragglersSeen: self._stragglers_seen,
             # what may be wrong
-            m.EvidenceArrived: self._evidence_arrived,
+            m.EvidenceArrived: self.incidents.evidence_arrived,
             m.FindingArrived: self._findings_arrived,
             m.FindingsArrived: self._findings_arrived,
             m.HangSuspected: self.hangs.suspected,
@@ -610,14 +610,6 @@ class Job:
             yield note("stragglers_gone", who=rank_names(before.ranks), one=len(before.ranks) == 1)
 
     # ----- events: what may be wrong -----
-
-    def _evidence_arrived(self, event: m.EvidenceArrived) -> Wants:
-        piece, attempt = event.evidence, self.attempt
-        if self.nodes.get(piece.node) is None or attempt is None:
-            return
-        if piece.attempt == attempt.number:
-            self.nodes.take_evidence(piece)
-        yield from self.incidents.evidence_arrived(piece)
 
     def _findings_arrived(self, event: m.FindingArrived | m.FindingsArrived) -> Wants:
         findings: Sequence[Finding]
