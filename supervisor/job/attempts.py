@@ -1,8 +1,9 @@
 """The attempts of a job, one after the other: from the checkpoints to resume from to the end of all ranks.
 
-The way to a new attempt: `form` (who takes part, from which checkpoint), `start_next` (are there enough nodes?),
-`_begin` (nodes are told), `launcher_ready` for each node, `_form_round` (all launchers wait in rendezvous: let them
-go), `workers_started` for each node, and `_run` with the first progress.
+`Job._next_attempt` leads to a new attempt, by `form` (who takes part, from which checkpoint), `gather` (are there
+enough nodes?) and `begin` (nodes are told). From there events go on, in the order of this file: `launcher_ready` for
+each node, `_form_round` (all launchers wait in rendezvous: let them go), `workers_started` for each node, and `_run`
+with the first progress.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import bisect
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -18,7 +20,6 @@ from diagnosis.signals import ExitRecord, NodeEvidence
 from recovery.checkpoint import Checkpoint, Preparation, Resume, newest
 from supervisor import messages as m
 from supervisor.job.core import (
-    AttemptBegins,
     CloseFailures,
     Core,
     EndJob,
@@ -481,32 +482,23 @@ class Attempts:
             else:
                 self._nodes.touch_all()
 
-    def start_next(self) -> WantsAnd[int | None]:
-        """Start the next attempt if there are enough nodes; else see that something will happen in time.
-
-        The number of nodes that can be used where it is short of them, else None.
-        """
+    def gather(self) -> WantsAnd[Literal["enough", "too few", "more to come"]]:
+        """Whether there are enough nodes for the next attempt; else see that something will happen in time."""
         core = self._core
         wanted = core.spec.nodes_max
         # Spares do not begin while other nodes are on their way. Counting is quick; to choose among all nodes is not.
         here = self._nodes.ordinary if core.state == "IDLE" else len(self._nodes)
         if "nodes" in core.timers and here < wanted and core.now < self._gather_until:
-            return None
+            return "more to come"
         members = self.next_members()
         # A spare that happens to come first does not take the place of a node that is on its way.
         early = core.state == "IDLE" and any((node := self._nodes.get(name)) and node.spare for name in members)
         if early or len(members) < wanted:
             enough = yield from self._gathered(len(members))
             if not enough:
-                return len(members)
+                return "too few"
         yield cancel("gather", "nodes", "hold")
-        if self.current is None or self.current.over:
-            yield Form(members)
-        else:
-            yield from self.refresh()
-        assert self.current is not None
-        yield from self._begin(self.current)
-        return None
+        return "enough"
 
     def _gathered(self, found: int) -> WantsAnd[bool]:
         """Whether to go on with what there is: fewer than `nodes_max` nodes, or spares among them."""
@@ -526,9 +518,9 @@ class Attempts:
 
     # ----- starting -----
 
-    def _begin(self, attempt: Attempt) -> Wants:
+    def begin(self, attempt: Attempt) -> Wants:
+        """Nodes are told of the attempt that was formed."""
         now = self._core.now
-        yield AttemptBegins(attempt.number)
         yield Enter("STARTING")
         self.by_operator = False
         self.started_at = now if self.started_at is None else self.started_at

@@ -160,12 +160,6 @@ class NextAttempt(Want, frozen=True):
     by_operator: bool = False
 
 
-class AttemptBegins(Want, frozen=True):
-    """The attempt that was formed is given out."""
-
-    number: int
-
-
 class ProgressMade(Want, frozen=True):
     """The run got further than ever before."""
 

@@ -1029,9 +1029,8 @@ class Incidents:
 
     # ----- the next attempt -----
 
-    def attempt_begins(self, number: int) -> Wants:
-        self._scheduler.attempt_begins()
-        yield cancel("requeue")
+    def attempt_begins(self, number: int) -> None:
+        """The next attempt is given out."""
         for record in self.log.open_failures():
             if record.plan is not None:
                 record.mark("decide", self._core.now)

@@ -59,7 +59,6 @@ from supervisor.job.core import (
     EARLY_S,
     STOP_GRACE_S,
     AnyWant,
-    AttemptBegins,
     Cancel,
     CloseFailures,
     Core,
@@ -262,7 +261,6 @@ class Job:
             Proceed: lambda want: self._proceed(by_operator=want.by_operator),
             RefreshAndProceed: lambda _: self._refresh_and_proceed(),
             NextAttempt: lambda want: self._next_attempt(want.delay_s, want.by_operator),
-            AttemptBegins: lambda want: incidents.attempt_begins(want.number),
             # incidents
             OpenIncident: incidents.open_incident,
             GoOn: lambda want: incidents.go_on(want.text),
@@ -668,32 +666,7 @@ class Job:
     def _end_due(self) -> Wants:
         yield from self.scheduler.leave(even_so=True)
 
-    # ----- wants: the next attempt -----
-
-    def _must_wait(self) -> bool:
-        """Whether somebody else has to answer first."""
-        no_room = self.space.wanted is not None and not self.attempts.by_operator
-        return self.scheduler.is_requeuing or self.incidents.approval_wanted or no_room
-
-    def _proceed(self, *, by_operator: bool = False) -> Wants:
-        """Start the next attempt if nothing stands in its way."""
-        core = self.core
-        if core.state not in ("IDLE", "RECOVERING") or core.defined_at is None or core.is_over:
-            return
-        if by_operator:
-            self.attempts.start_by_operator()
-        kept_back = core.paused and not self.attempts.by_operator
-        if kept_back or self.incidents.held or "backoff" in core.timers or self._must_wait():
-            return
-        short = yield from self.attempts.start_next()
-        if short is not None:
-            yield from self.scheduler.short_of_nodes(short)
-
-    def _refresh_and_proceed(self) -> Wants:
-        yield from self.space.go_on_with_room()
-        if self.state == "RECOVERING" and not self.incidents.approval_wanted:
-            yield from self.attempts.refresh()
-        yield from self._proceed()
+    # ----- wants: the next attempt, from the end of the current one to the order to start -----
 
     def _next_attempt(self, delay_s: float, by_operator: bool) -> Wants:
         """End what is left of the current attempt and start the next."""
@@ -715,6 +688,42 @@ class Job:
         self.nodes.begin_attempt()
         yield cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
         self.nodes.touch_all()
+
+    def _proceed(self, *, by_operator: bool = False) -> Wants:
+        """Start the next attempt if nothing stands in its way."""
+        core, attempts = self.core, self.attempts
+        if core.state not in ("IDLE", "RECOVERING") or core.defined_at is None or core.is_over:
+            return
+        if by_operator:
+            attempts.start_by_operator()
+        kept_back = core.paused and not attempts.by_operator
+        if kept_back or self.incidents.held or "backoff" in core.timers or self._must_wait():
+            return
+        there_are = yield from attempts.gather()
+        if there_are == "too few":
+            yield from self.scheduler.short_of_nodes()
+        if there_are != "enough":
+            return
+        if attempts.current is None or attempts.current.over:
+            yield from self._form(attempts.next_members())
+        else:
+            yield from attempts.refresh()
+        assert attempts.current is not None
+        self.scheduler.attempt_begins()
+        yield cancel("requeue")
+        self.incidents.attempt_begins(attempts.current.number)
+        yield from attempts.begin(attempts.current)
+
+    def _must_wait(self) -> bool:
+        """Whether somebody else has to answer first."""
+        no_room = self.space.wanted is not None and not self.attempts.by_operator
+        return self.scheduler.is_requeuing or self.incidents.approval_wanted or no_room
+
+    def _refresh_and_proceed(self) -> Wants:
+        yield from self.space.go_on_with_room()
+        if self.state == "RECOVERING" and not self.incidents.approval_wanted:
+            yield from self.attempts.refresh()
+        yield from self._proceed()
 
     # ----- wants: the end -----
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from diagnosis.signals import NodeEvidence
-from recovery.cordon import Cordon, CordonLedger
+from recovery.cordon import CordonLedger
 from supervisor.job.core import Core
 from supervisor.messages import EvidenceRequest, NodeJoined
 
@@ -160,10 +160,6 @@ class Nodes:
         """As `touch_all`, where these members were exchanged and nothing else has changed."""
         self.touched.update(names)
         self.touched_members = True
-
-    def cordon(self, cordon: Cordon) -> None:
-        self.cordons.add(cordon)
-        self.touch(cordon.node)
 
     def join(self, event: NodeJoined) -> Node:
         """Register a node, or record that it is back. It keeps its place; without a host nothing else is known."""

@@ -383,7 +383,8 @@ class SchedulerRequests:
 
     def cordon(self, cordon: Cordon, *, approved: bool = False) -> Wants:
         """Leave a node out from now on, and have it drained. `approved`: by policy, and an operator approved it."""
-        self._nodes.cordon(cordon)
+        self._nodes.cordons.add(cordon)
+        self._nodes.touch(cordon.node)
         if not self._core.has_scheduler:
             return
         node = self._name(cordon.node)
@@ -496,9 +497,9 @@ class SchedulerRequests:
 
     # ----- starting the job again -----
 
-    def short_of_nodes(self, found: int) -> Wants:
+    def short_of_nodes(self) -> Wants:
         """Fewer nodes can be used than are needed: ask the scheduler to start the job on others, if that is allowed."""
-        core = self._core
+        core, found = self._core, len(self._attempts.next_members())
         asked = self.wants_requeue or "requeue" in core.timers
         enough = found >= max(1, core.spec.nodes_min)
         if self._attempts.current is None or core.state != "RECOVERING" or enough or asked or not self._may_ask:
