@@ -491,6 +491,11 @@ def account_of_rank(node: str, record: ExitRecord, output: RankOutput | None) ->
     return joined(node, record, _said(output, node) if output is not None and record.failed else ())
 
 
+def blames_peer(record: ExitRecord, output: RankOutput | None) -> bool:
+    """Whether a rank that ended only reports that a peer is gone."""
+    return account_of_rank("", record, output).blames_peer
+
+
 def _said(output: RankOutput, node: str) -> list[Statement]:
     """The statements in the end of a rank's output. Only the last traceback counts: those before it were caught."""
     evidence = Evidence(text="", source="output", node=node, rank=output.rank)

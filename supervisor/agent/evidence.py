@@ -20,7 +20,7 @@ import msgspec
 from diagnosis import exceptions, rules, tracebacks
 from diagnosis.flight.dumps import both, read_flight, read_reduced, with_members
 from diagnosis.pickles import PLAIN_BYTES
-from diagnosis.signals import Finding, NodeEvidence, RankFlight, RankOutput, RankStack, clean_text
+from diagnosis.signals import ExitRecord, Finding, NodeEvidence, RankFlight, RankOutput, RankStack, clean_text
 from diagnosis.stacks import parse
 from diagnosis.text import hide_keys
 from diagnosis.verdict import accounts
@@ -52,12 +52,13 @@ OUTPUT_BYTES = 24 * 1024
 
 
 class RankEnd(NamedTuple):
-    """A rank that has ended: what it wrote last, and the account of its end."""
+    """A rank that has ended."""
 
-    worker: WorkerProcess
+    record: ExitRecord
     output: RankOutput | None
-    """None: not read, because many ranks ended before it."""
-    account: accounts.Account
+    """What it wrote last; None: not read, because many ranks ended before it."""
+    blames_peer: bool
+    """It only reports that another rank is gone."""
 
 
 class EvidenceCollector:
@@ -100,7 +101,7 @@ class EvidenceCollector:
                 workers = self._state.workers_of(attempt)
                 ended = self._read_ends(attempt, workers, ended)
                 alive = [worker for worker in workers if worker.alive]
-                if not alive or not only_blame_peers(end.account for end in ended.values()):
+                if not alive or not only_blame_peers(ended.values()):
                     break
                 waited_s = time.monotonic() - began
                 if waited_s > PEER_ENDING_S or (waited_s > PEER_WAIT_S and not self._any_is_ending(attempt, alive)):
@@ -112,7 +113,7 @@ class EvidenceCollector:
 
     def _crash_evidence(self, attempt: int, number: int, began: float, ended: dict[int, RankEnd]) -> NodeEvidence:
         outputs = [end.output for end in ended.values() if end.output is not None]
-        return self._evidence(attempt, number, began, [end.worker for end in ended.values()], outputs)
+        return self._evidence(attempt, number, began, [end.record for end in ended.values()], outputs)
 
     def _read_ends(
         self, attempt: int, workers: Sequence[WorkerProcess], known: dict[int, RankEnd]
@@ -131,7 +132,7 @@ class EvidenceCollector:
                 continue
             if index < RANKS_READ:
                 output = read_output(attempt, worker.rank, streams, self._state.paths)
-            found[worker.rank] = RankEnd(worker, output, accounts.account_of_rank(self._node, record, output))
+            found[worker.rank] = RankEnd(record, output, accounts.blames_peer(record, output))
         return found
 
     def _any_is_ending(self, attempt: int, alive: Sequence[WorkerProcess]) -> bool:
@@ -162,7 +163,7 @@ class EvidenceCollector:
         self._keep(self._crash_evidence(attempt, request.number, began, self._read_ends(attempt, workers, {})))
 
     def _evidence(
-        self, attempt: int, number: int, began: float, workers: Sequence[WorkerProcess], outputs: Sequence[RankOutput]
+        self, attempt: int, number: int, began: float, exits: Iterable[ExitRecord], outputs: Sequence[RankOutput]
     ) -> NodeEvidence:
         """What is known without stacks. `began`: monotonic time.
 
@@ -173,7 +174,7 @@ class EvidenceCollector:
             node=self._node,
             attempt=attempt,
             request=number,
-            exits=tuple(record for worker in workers if (record := worker.exit_record()) is not None),
+            exits=tuple(exits),
             outputs=_bounded(outputs),
             samples=self._ranks.samples(),
             findings=(*recent, *self._failing_checks())[-RECENT_FINDINGS:],
@@ -198,7 +199,8 @@ class EvidenceCollector:
         streams = read_streams(paths.streams(attempt))
         outputs = [read_output(attempt, worker.rank, streams, paths) for worker in workers[:RANKS_READ]]
         flights_found = tuple(await flights) if flights is not None else ()
-        evidence = self._evidence(attempt, request.number, began, workers, outputs)
+        exits = [record for worker in workers if (record := worker.exit_record()) is not None]
+        evidence = self._evidence(attempt, request.number, began, exits, outputs)
         return msgspec.structs.replace(evidence, stacks=tuple(stacks), flights=flights_found, complete=complete)
 
     def _keep(self, evidence: NodeEvidence) -> None:
@@ -229,10 +231,10 @@ class EvidenceCollector:
             self.problem = f"evidence cannot be kept in the job folder: {error.strerror}"
 
 
-def only_blame_peers(ends: Iterable[accounts.Account]) -> bool:
+def only_blame_peers(ends: Iterable[RankEnd]) -> bool:
     """Whether every rank that failed so far only reports that another one is gone."""
-    failed = [account for account in ends if account.failed]
-    return bool(failed) and all(account.blames_peer for account in failed)
+    failed = [end for end in ends if end.record.failed]
+    return bool(failed) and all(end.blames_peer for end in failed)
 
 
 def is_ending(output: RankOutput) -> bool:

@@ -13,7 +13,7 @@ from diagnosis import rules
 from diagnosis.signals import ExitRecord, RankOutput
 from diagnosis.verdict import accounts
 from supervisor.agent import evidence
-from supervisor.agent.evidence import EvidenceCollector, is_ending, only_blame_peers
+from supervisor.agent.evidence import EvidenceCollector, RankEnd, is_ending, only_blame_peers
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.keeper_client import KeeperState, WorkerProcess
@@ -115,7 +115,8 @@ RAISED = (
 )
 def test_a_rank_that_gloo_aborted_blames_its_peer(lines, blames):
     record = ExitRecord(rank=0, local_rank=0, pid=10, code=None, signal=6, ended_at=100.0)
-    assert only_blame_peers([accounts.account_of_rank("n1", record, RankOutput(rank=0, tail=lines))]) is blames
+    output = RankOutput(rank=0, tail=lines)
+    assert only_blame_peers([RankEnd(record, output, accounts.blames_peer(record, output))]) is blames
     assert not only_blame_peers([])
 
 
