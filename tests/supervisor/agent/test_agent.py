@@ -33,7 +33,7 @@ def agent(make_state: Any, tmp_path: Path) -> NodeAgent:
 
 def heartbeats(agent: NodeAgent) -> list[Any]:
     sent: list[Any] = []
-    agent._heartbeat = SimpleNamespace(send=lambda: sent.append(None))  # type: ignore[assignment]
+    agent._link.post = sent.append  # type: ignore[method-assign]
     return sent
 
 
