@@ -76,7 +76,8 @@ POINTER = "pointer"
 """The `format` of a tracker file (`latest`) that is empty or names a checkpoint which is not there."""
 
 
-_OTHERS = (", which belongs to the same step", ", which every earlier step has")
+OF_OTHERS = ", which belongs to the same step"
+_OTHERS = (OF_OTHERS, ", which every earlier step has")
 """Ends the reason of a file that is whole, and useless without others."""
 _FILES = frozenset(("torch_save", "safetensors"))
 _BESIDE = re.compile(r"(?<![a-z])(?:best|ema|opt|optim[a-z]*|sched[a-z]*|scaler|rng|lr)(?![a-z])", re.IGNORECASE)

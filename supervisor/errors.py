@@ -23,6 +23,9 @@
     ├── NoController                there is no address or token yet (agent.link)
     ├── WebSocketError, FrameError  the other end does not keep to the protocol (agent.link, wire.websocket)
     ├── Unproven, Forged            the other end does not prove that it knows the token (wire.authentication)
+    ├── CopyError                   a checkpoint cannot be copied (mover.copying)
+    │   └── SourceChanged           it was changed while it was read
+    ├── PeerError                   another node's mover is gone, or refuses (mover.peer)
     ├── Superseded                  a newer controller has taken over (controller.journal)
     └── InvalidTransition           the job was about to break its own table: a defect of ours (job.job)
 

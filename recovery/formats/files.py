@@ -22,10 +22,11 @@ import msgspec
 from diagnosis.pickles import BoundedReader, InertObject, InertPickle, PickleDamaged, PickleTooLong, read_inert
 from diagnosis.signals import clean_text
 from recovery.checkpoint import TEMPORARY, Checkpoint
+from recovery.tiers import MIRRORS, PUBLISHING
 
 SET_ASIDE: Final = ".unbroken-set-aside"
 COPIES: Final = ".unbroken-copies"
-OURS: Final = frozenset((SET_ASIDE, COPIES))
+OURS: Final = frozenset((SET_ASIDE, COPIES, MIRRORS, PUBLISHING))
 """Folders of ours next to checkpoints; never taken for one."""
 
 
@@ -470,6 +471,20 @@ def inspect_dcp(folder: Path, sizes: dict[str, int], budget: Budget) -> str:
         if sizes[name] < extent:
             return f"{name} has {sizes[name]} bytes instead of {extent}"
     return ""
+
+
+def dcp_needs(folder: Path) -> dict[str, int]:
+    """What `.metadata` says must be there: file name -> the least size. Empty where it cannot be read safely.
+
+    Raises OSError.
+    """
+    budget = Budget()
+    with open(folder / METADATA, "rb") as file:
+        data = file.read(16 * budget.limits.pickle_bytes + 1)
+    try:
+        return _extents(data, budget) if len(data) <= 16 * budget.limits.pickle_bytes else {}
+    except PickleDamaged:
+        return {}
 
 
 def _extents(data: bytes, budget: Budget) -> dict[str, int]:

@@ -89,6 +89,15 @@ class SharedSecret:
         ours, theirs = (b"from controller", b"from agent") if controller else (b"from agent", b"from controller")
         return Session(FrameMac(self._mac(ours, exchange)), FrameMac(self._mac(theirs, exchange)))
 
+    def mover_proof(self, exchange: Exchange) -> str:
+        """What only a mover of this job can answer to a peer's challenge."""
+        return self._mac(b"mover", exchange).hex()
+
+    def mover_session(self, exchange: Exchange, *, answers: bool) -> Session:
+        """The two directions between two movers; `answers`: for the one that was called."""
+        ours, theirs = (b"from callee", b"from caller") if answers else (b"from caller", b"from callee")
+        return Session(FrameMac(self._mac(ours, exchange)), FrameMac(self._mac(theirs, exchange)))
+
     def _mac(self, purpose: bytes, exchange: Exchange, *parts: bytes) -> bytes:
         told = (purpose, exchange.client.encode(), exchange.server.encode(), b"%d" % exchange.epoch, *parts)
         return hmac.digest(self._key, b"".join(len(part).to_bytes(8, "big") + part for part in told), "sha256")

@@ -1,0 +1,496 @@
+"""Where the parts of a checkpoint lie when each node writes to its own disk, and what follows from it.
+
+Words: a *save* is one checkpoint as the script wrote it; a *part* is what one node has of it. A part is `local` on its
+node, `mirrored` on a peer's disk, and `published` in the shared folder. Pure: nodes report their parts, this module
+joins them, and says which saves are whole, who has what, who mirrors whom, and in which order files become visible.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from diagnosis.signals import Frozen
+from recovery.checkpoint import OF_OTHERS, POINTER, Checkpoint
+
+MIRRORS: Final = ".unbroken-mirrors"
+"""In the folder that the script writes to: our copies of other nodes' parts, and our notes."""
+PUBLISHING: Final = ".unbroken-publishing"
+"""In the shared folder: what is not published yet."""
+PARTS_REPORTED: Final = 4
+"""Saves of one node: the newest."""
+MIRRORS_KEPT: Final = 2
+"""Of each node whose parts are mirrored: the newest whole ones."""
+FILES_IN_SAVE: Final = 20_000
+FILES_IN_PART: Final = 2_000
+NAME_BYTES: Final = 1024
+DEPTH: Final = 8
+
+# ----- what nodes report -----
+
+
+class PartFile(Frozen, frozen=True, kw_only=True, array_like=True):
+    name: str
+    """Relative to the checkpoint folder."""
+    size: int
+
+
+class SaveKey(NamedTuple):
+    """Which save, and which version of it: a later attempt may write the same name again."""
+
+    name: str
+    attempt: int
+    stamp: int
+
+
+class SavePart(Frozen, frozen=True, kw_only=True):
+    """What one node wrote of one save."""
+
+    name: str
+    """Of the save: relative to the checkpoint folder."""
+    owner: str
+    """The node that wrote it."""
+    attempt: int = 0
+    """The attempt whose ranks wrote it; 0: before this job's first one on this node."""
+    stamp: int = 0
+    """Of a single file, which the next save may overwrite: its time in us. 0 for a folder."""
+    format: str
+    step: int | None = None
+    modified_at: float = 0.0
+    files: tuple[PartFile, ...]
+    whole: bool = False
+    """Judged by itself, as a reader of the format sees it."""
+    why: str = ""
+    """Why it is not."""
+    needs: tuple[PartFile, ...] = ()
+    """What its committing file (`.metadata`) says must be there on whatever node, and the least size of each."""
+
+    rewritten: bool = False
+    """Files that stood still were written again by the same attempt: its versions cannot be told apart."""
+
+    @property
+    def key(self) -> SaveKey:
+        return SaveKey(self.name, self.attempt, self.stamp)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class PublishedSave(Frozen, frozen=True, kw_only=True):
+    """A save that is whole in the shared folder, by the job's own record."""
+
+    name: str
+    attempt: int = 0
+    stamp: int = 0
+    format: str
+    step: int | None = None
+    modified_at: float = 0.0
+    size_bytes: int = 0
+
+    @property
+    def key(self) -> SaveKey:
+        return SaveKey(self.name, self.attempt, self.stamp)
+
+
+class NotBrought(Frozen, frozen=True, kw_only=True):
+    """A save that a node could not get."""
+
+    name: str
+    attempt: int = 0
+    stamp: int = 0
+    why: str
+
+    @property
+    def key(self) -> SaveKey:
+        return SaveKey(self.name, self.attempt, self.stamp)
+
+
+class NodeTiers(Frozen, frozen=True, kw_only=True):
+    """What one node has in each tier."""
+
+    parts: tuple[SavePart, ...] = ()
+    """Its own, the newest first."""
+    mirrors: tuple[SavePart, ...] = ()
+    """Whole copies of other nodes' parts."""
+    staged: tuple[tuple[str, int, int], ...] = ()
+    """Keys of its own parts that lie whole in the shared folder, not yet under their final names."""
+    published: tuple[PublishedSave, ...] = ()
+    failed: tuple[NotBrought, ...] = ()
+    port: int = 0
+    """Where its mover answers peers; 0: it does not."""
+    tls: bool = False
+    shared: bool = False
+    """Other nodes write to the same checkpoint folder: nothing is mirrored."""
+
+
+# ----- the saves of all nodes -----
+
+SINGLE_FILES: Final = frozenset(("torch_save", "safetensors"))
+
+
+class OwnedFile(Frozen, frozen=True, kw_only=True, array_like=True):
+    name: str
+    size: int
+    owner: str
+
+
+class Save(Frozen, frozen=True, kw_only=True):
+    """One save with the files of all its parts: what is committed, and what is brought back."""
+
+    name: str
+    attempt: int = 0
+    stamp: int = 0
+    format: str
+    step: int | None = None
+    modified_at: float = 0.0
+    files: tuple[OwnedFile, ...] = ()
+
+    @property
+    def key(self) -> SaveKey:
+        return SaveKey(self.name, self.attempt, self.stamp)
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(file.owner for file in self.files))
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+Tier = Literal["local", "mirrored", "published"]
+TIERS: Final[tuple[Tier, ...]] = ("local", "mirrored", "published")
+
+
+class JoinedSave(NamedTuple):
+    """A save, judged over all nodes."""
+
+    save: Save
+    whole: bool
+    """All of it was written."""
+    missing: str
+    """What of it no node that is there has any more, in words; empty: all can be had."""
+    why: str
+    """Why it is not whole."""
+    tiers: tuple[Tier, ...]
+    """Where all of it is."""
+    staged: bool
+    """All parts lie in the shared folder."""
+    rewritten: bool = False
+    """Each save overwrites the folder: only the script can tell what belongs together."""
+
+    @property
+    def usable(self) -> bool:
+        return self.whole and not self.missing and not self.rewritten
+
+
+def join(reports: Mapping[str, NodeTiers], present: Set[str], settled: Set[SaveKey]) -> list[JoinedSave]:
+    """The saves of all nodes, the newest first.
+
+    `reports`: of every node that ever reported, lost ones included: what they had is known. `present`: who can give
+    files now. `settled`: saves to which no node will add a part; that matters for formats whose committing file does
+    not name what belongs to it.
+    """
+    published = {one.key: one for report in reports.values() for one in report.published}
+    variants: dict[SaveKey, dict[str, list[tuple[str, SavePart]]]] = {}
+    for node, report in reports.items():
+        for part in (*report.parts, *report.mirrors):
+            variants.setdefault(part.key, {}).setdefault(part.owner, []).append((node, part))
+    joined = [_joined(key, owners, reports, present, settled, key in published) for key, owners in variants.items()]
+    joined += [_published_only(one) for key, one in published.items() if key not in variants]
+    return sorted(joined, key=lambda one: _age(one.save), reverse=True)
+
+
+def _age(save: Save) -> tuple[int, int, int, float]:
+    return (save.step if save.step is not None else -1, save.attempt, save.stamp, save.modified_at)
+
+
+def _joined(
+    key: SaveKey,
+    owners: Mapping[str, list[tuple[str, SavePart]]],
+    reports: Mapping[str, NodeTiers],
+    present: Set[str],
+    settled: Set[SaveKey],
+    published: bool,
+) -> JoinedSave:
+    # Of one owner's part the fullest copy counts: a file that a crash has cut off is shorter than its mirror.
+    best = {owner: max((part for _, part in copies), key=_fullness) for owner, copies in sorted(owners.items())}
+    files: dict[str, OwnedFile] = {}
+    for owner, part in best.items():
+        for file in part.files:
+            files.setdefault(file.name, OwnedFile(name=file.name, size=file.size, owner=owner))
+    telling = max(
+        best.values(), key=lambda part: (part.whole, bool(part.needs), part.step is not None, part.size_bytes)
+    )
+    save = Save(
+        name=key.name,
+        attempt=key.attempt,
+        stamp=key.stamp,
+        format=telling.format,
+        step=telling.step,
+        modified_at=max(part.modified_at for part in best.values()),
+        files=tuple(files.values())[:FILES_IN_SAVE],
+    )
+    why = _why_not_whole(best, files, key in settled)
+    had = {owner: {node for node, part in owners[owner] if part.size_bytes >= best[owner].size_bytes} for owner in best}
+    gone = [] if published else [owner for owner in best if not had[owner] & present]
+    tiers: list[Tier] = ["local"] if not why and all(owner in had[owner] & present for owner in best) else []
+    tiers += ["mirrored"] if not why and all((had[owner] - {owner}) & present for owner in best) else []
+    tiers += ["published"] if published else []
+    staged = all(tuple(key) in {tuple(one) for one in reports[o].staged} for o in best if o in reports)
+    return JoinedSave(
+        save,
+        not why or published,
+        f"the part of {', '.join(gone[:4])} is lost" if gone else "",
+        "" if published else why,
+        tuple(tiers),
+        staged and all(owner in reports for owner in best),
+        any(part.rewritten for copies in owners.values() for _, part in copies),
+    )
+
+
+def _published_only(one: PublishedSave) -> JoinedSave:
+    save = Save(
+        name=one.name,
+        attempt=one.attempt,
+        stamp=one.stamp,
+        format=one.format,
+        step=one.step,
+        modified_at=one.modified_at,
+    )
+    return JoinedSave(save, True, "", "", ("published",), True)
+
+
+def _fullness(part: SavePart) -> tuple[int, bool]:
+    return part.size_bytes, part.whole
+
+
+def _why_not_whole(best: Mapping[str, SavePart], files: Mapping[str, OwnedFile], is_settled: bool) -> str:
+    needs = {need.name: need.size for part in best.values() for need in part.needs}
+    if needs:
+        missing = sorted(name for name in needs if name not in files)
+        if missing:
+            return f"{missing[0]} is missing ({len(missing)} of {len(needs)} files)"
+        short = sorted(name for name, size in needs.items() if files[name].size < size)
+        return f"{short[0]} has {files[short[0]].size} bytes instead of {needs[short[0]]}" if short else ""
+    whole = [part for part in best.values() if part.whole]
+    if not whole:
+        return next(iter(best.values())).why or "no node has a whole part of it"
+    if is_settled or any(part.format in SINGLE_FILES for part in whole):
+        return ""
+    return "it is not known yet whether other nodes wrote a part of it"
+
+
+# ----- the choice -----
+
+
+def judged(candidates: Sequence[Checkpoint], saves: Sequence[JoinedSave], folder: str) -> list[Checkpoint]:
+    """The candidates as all nodes together have them: a node by itself sees its part only.
+
+    Of a name with several versions the newest that can be had counts. What only one node has told of yet is in doubt:
+    neither offered nor touched.
+    """
+    by_name: dict[str, JoinedSave] = {}
+    for one in sorted(saves, key=lambda one: (one.usable, one.save.attempt, one.save.stamp)):
+        by_name[one.save.name] = one
+    found = [_as_checkpoint(one, folder) for one in by_name.values()]
+    known = {one.path for one in found}
+    for candidate in candidates:
+        if candidate.path in known or (candidate.copy_of and candidate.copy_of in known):
+            continue
+        inside = candidate.path.startswith(f"{folder}/")
+        doubtful = inside and not candidate.copy_of and candidate.format not in SINGLE_FILES
+        if doubtful and candidate.format != POINTER:
+            why = "not every node has told what it has of it"
+            candidate = msgspec.structs.replace(candidate, complete=False, in_doubt=True, why=why)
+        found.append(candidate)
+    return found
+
+
+def _as_checkpoint(one: JoinedSave, folder: str) -> Checkpoint:
+    save = one.save
+    why = "" if one.usable else f"{one.why or one.missing}{OF_OTHERS}"
+    return Checkpoint(
+        path=f"{folder}/{save.name}",
+        step=save.step,
+        format=save.format,
+        complete=one.usable,
+        why=why,
+        modified_at=save.modified_at,
+        size_bytes=save.size_bytes,
+        in_doubt=one.rewritten,
+    )
+
+
+class PartSource(Frozen, frozen=True, kw_only=True):
+    """Who gives the part of `owner`."""
+
+    owner: str
+    node: str
+    address: str
+    port: int
+    tls: bool = False
+
+
+class BringBack(Frozen, frozen=True, kw_only=True):
+    """Before ranks start: have all of this save in the checkpoint folder."""
+
+    save: Save
+    sources: tuple[PartSource, ...] = ()
+    published: bool = False
+    """What no source gives is in the shared folder."""
+
+
+def bring_back(
+    saves: Sequence[JoinedSave],
+    name: str,
+    reports: Mapping[str, NodeTiers],
+    addresses: Mapping[str, str],
+) -> BringBack | None:
+    """How nodes get what they lack of the newest usable save of that name; None: there is none.
+
+    `addresses`: of the nodes that are there. Every node gets all files: DCP writes a tensor that several ranks have
+    only once, in any rank's file, so no node can do without the others'.
+    """
+    usable = [one for one in saves if one.usable and one.save.name == name]
+    chosen = max(usable, key=lambda one: (one.save.attempt, one.save.stamp), default=None)
+    if chosen is None:
+        return None
+    sources = [
+        PartSource(owner=part.owner, node=node, address=addresses[node], port=report.port, tls=report.tls)
+        for node, report in sorted(reports.items())
+        if node in addresses and report.port
+        for part in (*report.parts, *report.mirrors)
+        if part.key == chosen.save.key
+    ]
+    sources.sort(key=lambda source: (source.owner, source.node != source.owner))
+    return BringBack(save=chosen.save, sources=tuple(sources), published="published" in chosen.tiers)
+
+
+# ----- who mirrors for whom -----
+
+
+class NodePlace(NamedTuple):
+    """A node, and where it stands."""
+
+    node: str
+    host: str
+    domain: str = ""
+    """What fails together: a rack, a switch; empty: not known."""
+
+
+def choose_peers(places: Sequence[NodePlace], present: Set[str]) -> dict[str, str]:
+    """Node -> the node that mirrors its parts, where there is one.
+
+    `places`: all nodes that ever were, in a fixed order, so that the loss of one changes only who had it as a peer.
+    The search begins half way round the ring, because neighbours share racks and parallel groups, and prefers another
+    domain, then another host.
+    """
+    count = len(places)
+    peers: dict[str, str] = {}
+    for at, own in enumerate(places):
+        if own.node not in present:
+            continue
+        ring = [places[(at + count // 2 + turn) % count] for turn in range(count)]
+        others = [other for other in ring if other.node != own.node and other.node in present]
+        best = min(others, key=lambda other: _closeness(own, other), default=None)  # the first of the least close
+        if best is not None:
+            peers[own.node] = best.node
+    return peers
+
+
+def _closeness(own: NodePlace, other: NodePlace) -> int:
+    if own.host == other.host:
+        return 2
+    return 1 if own.domain and own.domain == other.domain else 0
+
+
+def mirrors_to_drop(held: Iterable[tuple[SaveKey, float]]) -> list[SaveKey]:
+    """Of the whole mirrors of one owner's parts (with their times), those that are too old to be kept."""
+    newest_first = sorted(held, key=lambda one: (one[0].attempt, one[1]), reverse=True)
+    return [key for key, _ in newest_first[MIRRORS_KEPT:]]
+
+
+# ----- in which order files become visible -----
+
+_LAST: Final = (
+    (re.compile(r".*\.index\.json"), 1),
+    (re.compile(r"common\.pt|metadata\.json"), 2),
+    (re.compile(r"\.metadata|trainer_state\.json|random_states_\d+\.pkl"), 3),
+)
+"""Names of files that say that others are there -> how late they come; all others are 0."""
+ENDS_IN_A_FILE: Final = frozenset(("dcp", "hf", "accelerate", "megatron", "deepspeed"))
+"""Formats in which one file, written last, says that the folder is whole. Other folders appear all at once."""
+
+
+def commit_groups(names: Iterable[str]) -> list[list[str]]:
+    """Data first, then what says that the data is there: each group only when the one before is on disk."""
+    groups: dict[int, list[str]] = {}
+    for name in sorted(names):
+        groups.setdefault(_lateness(name), []).append(name)
+    return [groups[late] for late in sorted(groups)]
+
+
+def _lateness(name: str) -> int:
+    base = name.rpartition("/")[2]
+    return next((late for pattern, late in _LAST if pattern.fullmatch(base)), 0)
+
+
+class Tracker(NamedTuple):
+    """A small file beside saves that names the newest one."""
+
+    name: str
+    """Relative to the checkpoint folder."""
+    text: str
+
+
+def tracker_of(save: Save) -> Tracker | None:
+    """The tracker file as it is once this save is the newest."""
+    folder, _, base = save.name.rpartition("/")
+    prefix = f"{folder}/" if folder else ""
+    if save.format == "megatron" and save.step is not None:
+        return Tracker(f"{prefix}latest_checkpointed_iteration.txt", str(save.step))
+    if save.format == "deepspeed":
+        return Tracker(f"{prefix}latest", base)
+    return None
+
+
+# ----- names from others -----
+
+NODE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def why_bad_name(name: str) -> str:
+    """Why a path from another node is not used; empty when it leads to a file of a checkpoint below our folder."""
+    parts = name.split("/")
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        return "it is no text"
+    if not name or length > NAME_BYTES or len(parts) > DEPTH:
+        return "it is empty, too long or too deep"
+    if "\0" in name or any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts):
+        return "it is no plain relative path"
+    if any(part.startswith(".unbroken") for part in parts):
+        return "it leads into a folder of unbroken's"
+    return ""
+
+
+def why_bad_save(save: Save | SavePart) -> str:
+    """The same for all names of a save."""
+    if why := why_bad_name(save.name):
+        return f"{save.name[:80]!r}: {why}"
+    if len(save.files) > FILES_IN_SAVE:
+        return "it has too many files"
+    for file in save.files:
+        if why := why_bad_name(file.name):
+            return f"{file.name[:80]!r}: {why}"
+        if file.name != save.name and not file.name.startswith(f"{save.name}/"):
+            return f"{file.name[:80]!r} is not part of {save.name[:80]!r}"
+        if not 0 <= file.size < 1 << 50:
+            return f"{file.name[:80]!r} has an impossible size"
+    return ""

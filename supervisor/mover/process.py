@@ -1,0 +1,599 @@
+"""The mover: one low-priority process beside an agent. `python -m supervisor.mover.process SETUP` (JSON).
+
+The agent writes `MoverOrders` to its standard input, a line each: always all of what is wanted. The mover answers with
+`MoverStatus` lines. It ends when its input does. Threads: one looks at this node's parts, one talks to the peer (one
+stream), one publishes, and one for each peer that calls. A file system that hangs holds up only the thread on it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from recovery.formats import inspect, load_formats
+from recovery.quarantine import NotOurFolder, PreparationError, set_aside
+from recovery.tiers import (
+    PARTS_REPORTED,
+    SINGLE_FILES,
+    BringBack,
+    NodeTiers,
+    NotBrought,
+    PartFile,
+    PartSource,
+    Save,
+    SaveKey,
+    SavePart,
+    commit_groups,
+    tracker_of,
+    why_bad_save,
+)
+from supervisor.files import read_token, write_atomically
+from supervisor.logs import configure
+from supervisor.mover.copying import CopyError, CopyPace, copy, need_room
+from supervisor.mover.parts import LocalParts, Seen
+from supervisor.mover.peer import Mirrors, PeerError, PeerServer, call, fetch_file, send_part
+from supervisor.mover.publish import Publisher
+from supervisor.wire.authentication import SharedSecret
+from supervisor.wire.tls import client_context
+
+LOOK_EVERY_S: Final = 1.0
+AGAIN_S, LONGEST_AGAIN_S = 2.0, 60.0
+"""After a failure."""
+RECORDS_EVERY_S: Final = 30.0
+MARK_EVERY_S, MARK_OLD_S = 20.0, 70.0
+"""Of the mark by which nodes see that they share a checkpoint folder."""
+FAILED_KEPT: Final = 16
+SET_BEFORE: Final = "replaced by the copy that all nodes of the next attempt have"
+
+log = logging.getLogger("unbroken.mover")
+
+
+class MoverSetup(msgspec.Struct, frozen=True, kw_only=True):
+    node: str
+    checkpoint_dir: str
+    publish_to: str
+    job_dir: str
+    token_file: str
+    shared_token: bool = False
+    """The token's file was named by a person."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    nodes: int = 1
+
+
+class MoverOrders(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is wanted of the mover now."""
+
+    paths: tuple[str, ...] = ()
+    """The saves that the agent sees in the checkpoint folder, the newest first."""
+    attempt: int = 0
+    since: float = 0.0
+    """When its ranks were let in on this node, Unix time."""
+    rest: int = 0
+    """Grows whenever no rank is left that could write: the next look takes what is there as it is."""
+    at_rest: bool = False
+    peer: PartSource | None = None
+    """Who mirrors this node's parts."""
+    commit: tuple[Save, ...] = ()
+    bring: BringBack | None = None
+    bring_number: int = 0
+
+
+class MoverStatus(msgspec.Struct, frozen=True, kw_only=True):
+    tiers: NodeTiers
+    rested: int = 0
+    """The newest `rest` that a look has answered."""
+    brought: int = 0
+    """The newest `bring_number` that is done with, well or not."""
+    bring_problem: str = ""
+    brought_bytes: int = 0
+    mirrored_bytes: int = 0
+    published_bytes: int = 0
+    behind_s: float = 0.0
+    """How long the oldest part that is to be copied has waited."""
+    problems: tuple[str, ...] = ()
+
+
+class Mover:
+    def __init__(self, setup: MoverSetup, say: Callable[[MoverStatus], None]) -> None:
+        self._setup = setup
+        self._say = say
+        self._folder = Path(setup.checkpoint_dir)
+        token = read_token(Path(setup.token_file), shared=setup.shared_token)
+        self._secret = SharedSecret(token)
+        formats, _ = load_formats()
+        self._mirrors = Mirrors(self._folder)
+        self._parts = LocalParts(self._folder, setup.node, lambda path: inspect(path, formats))
+        self._publisher = Publisher(Path(setup.publish_to), Path(setup.job_dir), setup.node)
+        self._tls_server, self._tls_client = self._tls()
+        self._server = PeerServer(self._mirrors, self._secret, self._offered, tls=self._tls_server)
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()
+        self._orders = MoverOrders()
+        self._seen: tuple[Seen, ...] = ()
+        self._staged: set[SaveKey] = set()
+        self._failed: dict[SaveKey, NotBrought] = {}
+        self._counts = {"brought": 0, "mirrored": 0, "published": 0}
+        self._problems: dict[str, str] = {}
+        self._mirrored: dict[SaveKey, tuple[str, SavePart]] = {}
+        """Own part -> the peer that has it, and as what."""
+        self._rested = self._brought = 0
+        self._bring_problem = ""
+        self._shared = False
+        self._marked_at = float("-inf")
+        self._new_orders = threading.Event()
+        self._new_parts = threading.Event()
+        self._to_publish = threading.Event()
+        self._said: MoverStatus | None = None
+
+    def _tls(self) -> tuple[ssl.SSLContext | None, ssl.SSLContext | None]:
+        """Where this node has the certificate of the job; a peer proves itself by the token, not by its name."""
+        setup = self._setup
+        server = None
+        if setup.tls_cert:
+            try:
+                server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                server.load_cert_chain(setup.tls_cert, setup.tls_key or None)
+            except OSError as error:
+                log.warning("peers are answered without TLS: %s: %s", setup.tls_cert, error)
+                server = None
+        client = client_context(setup.tls_ca) if setup.tls_ca else ssl.create_default_context()
+        client.check_hostname = False
+        return server, client
+
+    def start(self) -> None:
+        self._server.start()
+        for target in (self._look_again_and_again, self._serve_peer, self._publish):
+            threading.Thread(target=self._guarded, args=(target,), name=target.__name__, daemon=True).start()
+
+    def _guarded(self, target: Callable[[], None]) -> None:
+        try:
+            target()
+        except BaseException:
+            log.exception("the mover ends, to be started again")
+            logging.shutdown()
+            os._exit(1)
+
+    def obey(self, orders: MoverOrders) -> None:
+        with self._lock:
+            self._orders = orders
+        for event in (self._new_orders, self._new_parts, self._to_publish):
+            event.set()
+
+    # ----- looking -----
+
+    def _look_again_and_again(self) -> None:
+        while True:
+            self._new_orders.wait(LOOK_EVERY_S)
+            self._new_orders.clear()
+            self.look()
+
+    def look(self) -> None:
+        with self._looking:
+            orders = self._orders
+            self._mark()
+            seen = tuple(
+                self._parts.look(orders.paths, orders.attempt, orders.since, time.monotonic(), at_rest=orders.at_rest)
+            )
+        with self._lock:
+            changed = seen != self._seen
+            self._seen = seen
+            keys = {one.part.key for one in seen}
+            self._staged &= keys
+            self._mirrored = {key: peer for key, peer in self._mirrored.items() if key in keys}
+            self._rested = orders.rest
+        if changed:
+            self._new_parts.set()
+            self._to_publish.set()
+        self.tell()
+
+    def _mark(self) -> None:
+        """Whether other nodes use this very folder is seen by the marks that they leave in it."""
+        now = time.monotonic()
+        if now - self._marked_at < MARK_EVERY_S:
+            return
+        self._marked_at = now
+        own = self._mirrors.home / f"here-{self._setup.node}"
+        try:
+            write_atomically(own, b"", 0o600)
+            at = own.stat().st_mtime
+            marks = [entry for entry in os.scandir(self._mirrors.home) if entry.name.startswith("here-")]
+            others = [entry for entry in marks if entry.name != own.name and at - entry.stat().st_mtime < MARK_OLD_S]
+        except OSError as error:
+            self._problem("local", f"{self._mirrors.home} cannot be written: {error.strerror}")
+            return
+        self._problem("local", "")
+        self._shared = bool(others)
+        if self._shared:
+            self._problem(
+                "shared",
+                f"{self._folder} is shared between nodes ({', '.join(sorted(one.name[5:] for one in others)[:4])}): "
+                "nothing is mirrored. Give --checkpoint-dir a folder on each node's own disk",
+            )
+
+    def _offered(self, owner: str, key: SaveKey) -> tuple[Path, SavePart] | None:
+        """What peers may fetch from the checkpoint folder: own parts, and saves that were brought here whole."""
+        if owner == self._setup.node:
+            for one in self._seen:
+                if one.part.key == key:
+                    return self._folder, one.part
+        brought = self._parts.brought.get(key.name)
+        if brought is None or brought.save.key != key or not self._parts.has_all(brought.save):
+            return None
+        return self._folder, _part_of(brought.save, owner)
+
+    # ----- the peer: bringing back first, then mirroring -----
+
+    def _serve_peer(self) -> None:
+        again_s = AGAIN_S
+        while True:
+            self._new_parts.clear()
+            orders = self._orders
+            if orders.bring is not None and orders.bring_number > self._brought:
+                self.bring(orders.bring, orders.bring_number)
+                continue
+            try:
+                idle = not self.mirror()
+                self._problem("mirror", "")
+                again_s = AGAIN_S
+            except (OSError, PeerError, CopyError) as error:
+                peer = orders.peer.node if orders.peer is not None else "its peer"
+                self._problem("mirror", f"checkpoints of {self._setup.node} are not mirrored to {peer}: {error}")
+                idle, again_s = True, min(again_s * 2, LONGEST_AGAIN_S)
+            if idle:
+                self._new_parts.wait(again_s)
+
+    def mirror(self) -> bool:
+        """Send the newest part that the peer lacks. False: there is none. Raises OSError, PeerError, CopyError."""
+        peer = self._orders.peer
+        if peer is None or self._shared:
+            return False
+        todo = next(
+            (
+                one.part
+                for one in self._seen[:2]
+                if one.movable and self._mirrored.get(one.part.key) != (peer.node, one.part)
+            ),
+            None,
+        )
+        if todo is None:
+            return False
+        wire, connection = call(peer.address, peer.port, self._secret, self._tls_client if peer.tls else None)
+        try:
+            send_part(wire, todo, self._folder, CopyPace(), self._counter("mirrored"))
+        finally:
+            connection.close()
+        with self._lock:
+            self._mirrored[todo.key] = (peer.node, todo)
+        self.tell()
+        return True
+
+    def _counter(self, tier: str) -> Callable[[int], None]:
+        def count(more: int) -> None:
+            self._counts[tier] += more
+
+        return count
+
+    def bring(self, wanted: BringBack, number: int) -> None:
+        """Have all files of a save here. What cannot be had is told."""
+        key = wanted.save.key
+        try:
+            problem = why_bad_save(wanted.save) or self._fetch_all(wanted)
+        except (OSError, PeerError, CopyError, PreparationError, NotOurFolder) as error:
+            problem = str(error) or repr(error)
+        with self._lock:
+            if problem:
+                self._failed[key] = NotBrought(name=key.name, attempt=key.attempt, stamp=key.stamp, why=problem[:300])
+                while len(self._failed) > FAILED_KEPT:
+                    del self._failed[next(iter(self._failed))]
+            else:
+                self._failed.pop(key, None)
+            self._brought, self._bring_problem = number, problem
+        self.look()
+
+    def _fetch_all(self, wanted: BringBack) -> str:
+        save = wanted.save
+        if not save.files:  # only published: its record has the names
+            self._publisher.read_records()
+            published = self._publisher.save_of(save.key)
+            if published is None:
+                return f"{save.name} is not in {self._setup.publish_to} as it was published"
+            save = published
+        missing = self._missing(save)
+        if missing:
+            need_room(self._folder, sum(file.size for file in save.files if file.name in missing))
+            self._make_way(save, missing)
+        problems: list[str] = []
+        for group in commit_groups(missing):
+            problems = self._fetch(wanted, save, group)
+            if problems:
+                return f"{problems[0]} ({len(problems)} of {len(missing)} files)"
+        self._parts.note_brought(save, missing)
+        self._write_tracker(save)
+        found = inspect(self._folder / save.name)
+        if found is not None and not found.complete:
+            return f"{save.name} is not whole although all of it was brought: {found.why}"
+        return ""
+
+    def _missing(self, save: Save) -> list[str]:
+        """The files that this node must get. Its own part of this very save stays."""
+        own = {one.part.key: one.part for one in self._seen}
+        mine = own.get(save.key)
+        kept = {file.name: file.size for file in mine.files} if mine is not None else {}
+        single = next((part for part in own.values() if part.name == save.name and part.format in SINGLE_FILES), None)
+        if single is not None and single.whole and single.step is not None and single.step == save.step:
+            return []  # each node writes a file of its own
+        brought = self._parts.brought.get(save.name)
+        if brought is not None and brought.save.key == save.key:
+            kept |= {name: version[0] for name, version in brought.versions.items()}
+        missing: list[str] = []
+        for file in save.files:
+            try:
+                there = os.lstat(self._folder / file.name).st_size
+            except OSError:
+                there = -1
+            if there < 0 or there != file.size or file.name not in kept:
+                missing.append(file.name)
+        return missing
+
+    def _make_way(self, save: Save, missing: list[str]) -> None:
+        """What has the name of a file that is brought is moved aside, not overwritten."""
+        for name in missing:
+            path = self._folder / name
+            if os.path.lexists(path):
+                set_aside(path, f"{SET_BEFORE}: step {save.step}")
+
+    def _fetch(self, wanted: BringBack, save: Save, names: list[str]) -> list[str]:
+        """Why files could not be had, one sentence each."""
+        sizes = {file.name: (file.size, file.owner) for file in save.files}
+        left = list(names)
+        problems: dict[str, str] = {}
+        for source in wanted.sources:
+            theirs = [name for name in left if sizes[name][1] == source.owner]
+            if not theirs or source.node == self._setup.node:
+                theirs = self._from_own_mirror(source.owner, save, theirs, sizes)
+                left = [name for name in left if name not in theirs]
+                continue
+            try:
+                wire, connection = call(
+                    source.address, source.port, self._secret, self._tls_client if source.tls else None
+                )
+                try:
+                    for name in theirs:
+                        fetch_file(
+                            wire, source.owner, save.key, name, sizes[name][0], self._folder, self._counter("brought")
+                        )
+                        left.remove(name)
+                finally:
+                    connection.close()
+            except (OSError, PeerError) as error:
+                problems[source.owner] = f"{source.node} does not give the part of {source.owner}: {error}"
+        if left and wanted.published:
+            left = self._from_published(save, left, problems)
+        return [problems.get(sizes[name][1], f"no node has {name}") for name in left]
+
+    def _from_own_mirror(
+        self, owner: str, save: Save, names: list[str], sizes: dict[str, tuple[int, str]]
+    ) -> list[str]:
+        mirror = self._mirrors.get(owner, save.key)
+        done: list[str] = []
+        for name in names if mirror is not None else []:
+            assert mirror is not None
+            copied = copy(self._mirrors.data(owner, save.key), name, self._folder, name, _hurried(), lambda _: None)
+            if copied.crc != mirror.crcs.get(name) or copied.size != sizes[name][0]:
+                (self._folder / name).unlink()
+                raise CopyError(f"the mirror of {name} is damaged")
+            done.append(name)
+        return done
+
+    def _from_published(self, save: Save, names: list[str], problems: dict[str, str]) -> list[str]:
+        self._publisher.read_records()
+        if self._publisher.save_of(save.key) is None:
+            return names
+        left: list[str] = []
+        for name in names:
+            try:
+                copy(Path(self._setup.publish_to), name, self._folder, name, _hurried(), self._counter("brought"))
+            except (OSError, CopyError) as error:
+                problems[next(file.owner for file in save.files if file.name == name)] = str(error)
+                left.append(name)
+        return left
+
+    def _write_tracker(self, save: Save) -> None:
+        """The script looks for the newest save by a file that only the first node had."""
+        tracker = tracker_of(save)
+        if tracker is not None and not os.path.lexists(self._folder / tracker.name):
+            write_atomically(self._folder / tracker.name, tracker.text.encode())
+
+    # ----- publishing -----
+
+    def _publish(self) -> None:
+        again_s, read_at = AGAIN_S, float("-inf")
+        while True:
+            self._to_publish.clear()
+            try:
+                if time.monotonic() - read_at > RECORDS_EVERY_S:
+                    self._publisher.read_records()
+                    read_at = time.monotonic()
+                idle = not (self.commit() or self.stage())
+                self._problem("publish", "")
+                again_s = AGAIN_S
+            except (OSError, CopyError) as error:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                self._problem("publish", f"checkpoints are not published to {self._setup.publish_to}: {why}")
+                idle, again_s = True, min(again_s * 2, LONGEST_AGAIN_S)
+            self.tell()
+            if idle:
+                self._to_publish.wait(again_s)
+
+    def commit(self) -> bool:
+        """Let a save appear. False: none is ordered. Raises OSError, CopyError."""
+        published = {one.key for one in self._publisher.published}
+        save = next((save for save in self._orders.commit if save.key not in published), None)
+        if save is None:
+            return False
+        self._publisher.commit(save)
+        return True
+
+    def stage(self) -> bool:
+        """Copy the newest own part that is not in the shared folder yet. False: there is none."""
+        published = {one.key for one in self._publisher.published}
+        done = published | self._staged
+        part = next((one.part for one in self._seen if one.movable and one.part.key not in done), None)
+        if part is None or (self._shared and not self._leads()):
+            return False
+        if why := self._publisher.why_not_free(Save(name=part.name, format=part.format)):
+            raise CopyError(why)
+
+        def wanted() -> bool:
+            return any(one.part == part for one in self._seen)
+
+        if self._publisher.stage(part, self._folder, CopyPace(), self._counter("published"), wanted):
+            with self._lock:
+                self._staged.add(part.key)
+        else:
+            self._publisher.drop(part.key)
+        return True
+
+    def _leads(self) -> bool:
+        """Of the nodes that share a folder, one publishes."""
+        marks = sorted(entry.name for entry in os.scandir(self._mirrors.home) if entry.name.startswith("here-"))
+        return marks[:1] == [f"here-{self._setup.node}"]
+
+    # ----- telling -----
+
+    def _problem(self, about: str, text: str) -> None:
+        if text:
+            self._problems[about] = text
+        else:
+            self._problems.pop(about, None)
+
+    def status(self) -> MoverStatus:
+        with self._lock:
+            seen, orders = self._seen, self._orders
+            own = tuple(one.part for one in seen)[:PARTS_REPORTED]
+            brought = [
+                _part_of(one.save, owner)
+                for one in self._parts.brought.values()
+                if self._parts.has_all(one.save)
+                for owner in one.save.owners
+                if owner != self._setup.node
+            ]
+            published = self._publisher.published
+            whole = {one.key for one in published}
+            waiting = [
+                one.part.modified_at
+                for one in seen
+                if one.movable
+                and not (
+                    one.part.key in whole | self._staged and (orders.peer is None or one.part.key in self._mirrored)
+                )
+            ]
+            tiers = NodeTiers(
+                parts=own,
+                mirrors=(*self._mirrors.parts, *brought[-64:]),
+                staged=tuple(sorted((key.name, key.attempt, key.stamp) for key in self._staged)),
+                published=published,
+                failed=tuple(self._failed.values()),
+                port=self._server.port,
+                tls=self._tls_server is not None,
+                shared=self._shared,
+            )
+            return MoverStatus(
+                tiers=tiers,
+                rested=self._rested,
+                brought=self._brought,
+                bring_problem=self._bring_problem,
+                brought_bytes=self._counts["brought"],
+                mirrored_bytes=self._counts["mirrored"],
+                published_bytes=self._counts["published"],
+                behind_s=round(max(0.0, time.time() - min(waiting)), 1) if waiting else 0.0,
+                problems=tuple(self._problems.values()),
+            )
+
+    def tell(self) -> None:
+        status = self.status()
+        before = self._said
+        if before is not None and status == before:
+            return
+        self._said = status
+        self._say(status)
+
+
+def _part_of(save: Save, owner: str) -> SavePart:
+    """One owner's part of a save that lies here whole."""
+    files = tuple(PartFile(name=file.name, size=file.size) for file in save.files if file.owner == owner)
+    return SavePart(
+        name=save.name,
+        owner=owner,
+        attempt=save.attempt,
+        stamp=save.stamp,
+        format=save.format,
+        step=save.step,
+        modified_at=save.modified_at,
+        files=files,
+        whole=True,
+    )
+
+
+def _hurried() -> CopyPace:
+    pace = CopyPace()
+    pace.hurry = True
+    return pace
+
+
+# ----- the process -----
+
+
+def give_way() -> None:
+    """Lowest priority for CPU, the idle class for disks."""
+    try:
+        os.nice(19)
+        libc = ctypes.CDLL(None, use_errno=True)
+        numbers = {"x86_64": 251, "aarch64": 30}
+        number = numbers.get(os.uname().machine)
+        if number is not None:
+            libc.syscall(number, 1, 0, 3 << 13)  # ioprio_set(IOPRIO_WHO_PROCESS, this one, IOPRIO_CLASS_IDLE)
+    except (OSError, AttributeError):
+        pass
+
+
+def main(argv: list[str]) -> int:
+    configure()
+    give_way()
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    lock = threading.Lock()
+
+    def say(status: MoverStatus) -> None:
+        with lock:
+            out.write(msgspec.json.encode(status) + b"\n")
+
+    try:
+        mover = Mover(msgspec.json.decode(argv[1], type=MoverSetup), say)
+    except (OSError, CopyError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    mover.start()
+    decoder = msgspec.json.Decoder(MoverOrders)
+    for line in sys.stdin.buffer:
+        try:
+            mover.obey(decoder.decode(line))
+        except msgspec.DecodeError as error:
+            log.error("an order cannot be read: %s", error)
+    logging.shutdown()
+    os._exit(0)  # a thread that hangs on a dead file system must not keep it
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

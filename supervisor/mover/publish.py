@@ -1,0 +1,317 @@
+"""Publishing: saves appear in the shared folder under their own names, whole or not at all.
+
+Every node copies its own part into our folder there (`.unbroken-publishing`), file after file: a file has its name only
+once it is whole. When all parts lie there one node commits: it moves the files to their final names, data first, and
+last the file that says that the data is there. A record in the job folder is written before, so that whoever goes on
+after a crash knows what is ours; what is not ours is never replaced.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from recovery.tiers import (
+    ENDS_IN_A_FILE,
+    PUBLISHING,
+    PublishedSave,
+    Save,
+    SaveKey,
+    SavePart,
+    commit_groups,
+    tracker_of,
+    why_bad_save,
+)
+from supervisor.files import write_atomically
+from supervisor.mover.copying import (
+    CopyError,
+    CopyPace,
+    copy,
+    look,
+    make_private,
+    need_room,
+    open_folder,
+    remove_ours,
+    sync_folder,
+)
+from supervisor.mover.parts import Version
+
+RECORDS: Final = "published"
+"""In the job folder."""
+RECORD_BYTES: Final = 16 << 20
+RECORDS_READ: Final = 512
+PUBLISHED_REPORTED: Final = 4
+
+
+class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`published/<digest>.json` in the job folder: what is, or is about to be, under a save's final name."""
+
+    save: Save
+    state: Literal["begun", "whole"]
+    at: float
+    versions: dict[str, Version] = {}
+    """Of the files under their final names, once it is whole."""
+
+
+def key_folder(key: SaveKey) -> str:
+    return hashlib.blake2b(f"{key.name}\0{key.attempt}\0{key.stamp}".encode(), digest_size=16).hexdigest()
+
+
+class Publisher:
+    """One thread stages and commits; `published` may be read by others."""
+
+    def __init__(self, target: Path, job_dir: Path, node: str) -> None:
+        self.target = target
+        self._records = job_dir / RECORDS
+        self._node = node
+        job = hashlib.blake2b(os.fsencode(os.path.realpath(job_dir)), digest_size=8).hexdigest()
+        self._home = target / PUBLISHING / job
+        self._known: dict[str, PublishRecord] = {}
+        """By the name of the save."""
+        self._read: dict[str, int] = {}
+        self.published: tuple[PublishedSave, ...] = ()
+
+    # ----- staging -----
+
+    def stage(
+        self, part: SavePart, source: Path, pace: CopyPace, count: Callable[[int], None], wanted: Callable[[], bool]
+    ) -> bool:
+        """Copy this node's part into our folder there. False: it is not `wanted` any more.
+
+        Raises OSError, CopyError.
+        """
+        data = self._data(part.key)
+        missing = [file for file in part.files if not self._is_staged(source, data, file.name)]
+        need_room(data, sum(file.size for file in missing))
+        for file in missing:
+            if not wanted():
+                return False
+            copied = copy(source, file.name, data, file.name, pace, count)
+            if copied.size != file.size:
+                raise CopyError(f"{file.name} has changed")
+        return True
+
+    @staticmethod
+    def _is_staged(source: Path, data: Path, name: str) -> bool:
+        there, here = look(data, name), look(source, name)
+        if here is None:
+            raise CopyError(f"{name[:80]!r} is gone")
+        return there is not None and (there.st_size, there.st_mtime_ns) == (here.st_size, here.st_mtime_ns)
+
+    def _data(self, key: SaveKey) -> Path:
+        """Where the files of a save wait. Made for this user alone. Raises OSError, CopyError."""
+        make_private(self.target / PUBLISHING)
+        make_private(self._home)
+        make_private(self._home / key_folder(key))
+        return make_private(self._home / key_folder(key) / "data")
+
+    def drop(self, key: SaveKey) -> None:
+        """What was staged of a save that will not be published."""
+        remove_ours(self._home / key_folder(key))
+
+    # ----- the record -----
+
+    def read_records(self) -> None:
+        """What the job has published, whoever did it. Raises OSError."""
+        try:
+            entries = [entry for entry in os.scandir(self._records) if entry.name.endswith(".json")]
+        except FileNotFoundError:
+            return
+        for entry in entries[:RECORDS_READ]:
+            about = entry.stat(follow_symlinks=False)
+            if self._read.get(entry.name) == about.st_mtime_ns or not stat.S_ISREG(about.st_mode):
+                continue
+            if about.st_uid != os.geteuid() or about.st_size > RECORD_BYTES:
+                continue
+            try:
+                record = msgspec.json.decode(Path(entry.path).read_bytes(), type=PublishRecord)
+            except msgspec.DecodeError:
+                continue
+            if not why_bad_save(record.save):
+                self._known[record.save.name] = record
+            self._read[entry.name] = about.st_mtime_ns
+        self._tell()
+
+    def _keep(self, record: PublishRecord) -> None:
+        self._records.mkdir(mode=0o700, exist_ok=True)
+        name = hashlib.blake2b(record.save.name.encode(), digest_size=16).hexdigest()
+        write_atomically(self._records / f"{name}.json", msgspec.json.encode(record), 0o600)
+        self._known[record.save.name] = record
+        self._tell()
+
+    def _tell(self) -> None:
+        whole = [record for record in self._known.values() if record.state == "whole"]
+        whole.sort(key=lambda record: (record.at, record.save.modified_at), reverse=True)
+        self.published = tuple(
+            PublishedSave(
+                name=record.save.name,
+                attempt=record.save.attempt,
+                stamp=record.save.stamp,
+                format=record.save.format,
+                step=record.save.step,
+                modified_at=record.save.modified_at,
+                size_bytes=record.save.size_bytes,
+            )
+            for record in whole[:PUBLISHED_REPORTED]
+        )
+
+    def save_of(self, key: SaveKey) -> Save | None:
+        """A published save with its files, if they are there as they were published."""
+        record = self._known.get(key.name)
+        if record is None or record.state != "whole" or record.save.key != key:
+            return None
+        return record.save if self._is_as_recorded(record) else None
+
+    def _is_as_recorded(self, record: PublishRecord) -> bool:
+        return all(
+            (found := look(self.target, name)) is not None and (found.st_size, found.st_mtime_ns) == tuple(version)
+            for name, version in record.versions.items()
+        )
+
+    # ----- committing -----
+
+    def why_not_free(self, save: Save) -> str:
+        """Why the final name cannot be used; empty when it can, or when what is there is ours."""
+        if not os.path.lexists(self.target / save.name):
+            return ""
+        record = self._known.get(save.name)
+        if record is not None and (record.state == "begun" or self._is_as_recorded(record)):
+            return ""
+        return f"{self.target / save.name} is there already, and this job did not put it there"
+
+    def commit(self, save: Save) -> None:
+        """All parts are staged: let the save appear. May be repeated after a crash at any point.
+
+        Raises OSError; CopyError where something is missing, or somebody else's is in the way.
+        """
+        self.read_records()
+        record = self._known.get(save.name)
+        if record is not None and record.save.key == save.key and record.state == "whole":
+            self._point(save)
+            self.drop(save.key)
+            return
+        if why := why_bad_save(save) or self.why_not_free(save):
+            raise CopyError(why)
+        data = self._data(save.key)
+        begun = record is not None and record.save.key == save.key
+        if not begun:
+            self._require(save, data)
+            self._set_back(save, record)
+            self._keep(PublishRecord(save=save, state="begun", at=time.time()))
+        self._move(save, data)
+        versions = {file.name: self._version(file.name, file.size) for file in save.files}
+        self._keep(PublishRecord(save=save, state="whole", at=time.time(), versions=versions))
+        self._point(save)
+        self.drop(save.key)
+
+    def _require(self, save: Save, data: Path) -> None:
+        for file in save.files:
+            found = look(data, file.name)
+            if found is None or found.st_size != file.size:
+                raise CopyError(f"{file.name} is not staged yet")
+
+    def _set_back(self, save: Save, record: PublishRecord | None) -> None:
+        """An older version of ours makes room; it is kept until the next one does."""
+        final = self.target / save.name
+        if record is None or not os.path.lexists(final) or not final.is_dir():
+            return  # a file is replaced in one step
+        replaced = make_private(self._home / "replaced") / key_folder(SaveKey(save.name, 0, 0))
+        remove_ours(replaced)
+        os.rename(final, replaced)
+
+    def _move(self, save: Save, data: Path) -> None:
+        """Every step leaves what a reader takes for no save, or the whole one."""
+        single = [file.name for file in save.files] == [save.name]
+        parts = tuple(save.name.split("/"))
+        os.close(open_folder(self.target, parts[:-1], make=True))
+        if not single and save.format not in ENDS_IN_A_FILE:
+            there = all((found := look(self.target, one.name)) and found.st_size == one.size for one in save.files)
+            if os.path.lexists(data / save.name) and not there:  # else it was moved, and staged once more
+                os.rename(data / save.name, self.target / save.name)
+                sync_folder((self.target / save.name).parent)
+            return
+        for group in commit_groups(file.name for file in save.files):
+            folders: set[Path] = set()
+            for name in group:
+                os.close(open_folder(self.target, tuple(name.split("/"))[:-1], make=True))
+                final = self.target / name
+                if os.path.lexists(data / name):
+                    os.rename(data / name, final)
+                folders.add(final.parent)
+            for folder in folders:
+                sync_folder(folder)
+
+    def _version(self, name: str, size: int) -> Version:
+        found = look(self.target, name)
+        if found is None or found.st_size != size:
+            raise CopyError(f"{name} is not in {self.target} as it was put there")
+        return found.st_size, found.st_mtime_ns
+
+    def _point(self, save: Save) -> None:
+        """The tracker file names the newest published save: only forward, and only if it is ours, or not there."""
+        tracker = tracker_of(save)
+        if tracker is None or self._newer_published(save):
+            return
+        path = self.target / tracker.name
+        texts = {named.text for one in self._known.values() if (named := tracker_of(one.save)) is not None}
+        try:
+            before = path.read_text(errors="replace").strip() if path.exists() else None
+        except OSError as error:
+            raise CopyError(f"{path} cannot be read: {error.strerror}") from error
+        if before is not None and before not in texts:
+            raise CopyError(f"{path} names {before[:40]!r}, which this job did not publish: it is left as it is")
+        if before != tracker.text:
+            write_atomically(path, tracker.text.encode())
+
+    def _newer_published(self, save: Save) -> bool:
+        folder = save.name.rpartition("/")[0]
+        return any(
+            one.save.format == save.format
+            and one.save.name.rpartition("/")[0] == folder
+            and one.state == "whole"
+            and (one.save.step or -1) > (save.step or -1)
+            and one.save.attempt >= save.attempt
+            for one in self._known.values()
+        )
+
+
+# ----- before anything runs -----
+
+
+def why_not_published(publish_to: Path, checkpoint_dir: Path, needed: int = 0) -> str:
+    """Why nothing can be published to a folder, in words and with what to do; empty when it can."""
+    try:
+        about = os.stat(publish_to)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            return f"{publish_to} does not exist: make it, or name another folder"
+        return f"{publish_to} cannot be looked at: {error.strerror}"
+    if not stat.S_ISDIR(about.st_mode):
+        return f"{publish_to} is a file: name a folder"
+    target, local = os.path.realpath(publish_to), os.path.realpath(checkpoint_dir)
+    if target == local or target.startswith(f"{local}/"):
+        return f"{publish_to} is the same folder as --checkpoint-dir {checkpoint_dir}, or in it: name another one"
+    if local.startswith(f"{target}/"):
+        return f"--checkpoint-dir {checkpoint_dir} is in {publish_to}: name a folder on this node's own disk"
+    if not os.access(publish_to, os.W_OK | os.X_OK):
+        return f"{publish_to} is read-only for this user: give it write permission, or name another folder"
+    try:
+        need_room(publish_to, 2 * needed)
+    except OSError:
+        return f"{publish_to} has no room for two copies of a checkpoint ({2 * needed} bytes): make room"
+    return ""
+
+
+def same_file_system(one: Path, other: Path) -> bool:
+    try:
+        return os.stat(one).st_dev == os.stat(other).st_dev
+    except OSError:
+        return False
