@@ -535,7 +535,7 @@ class WebSocketError(InternalError, ConnectionError):
 
 
 class WebSocket:
-    """One open connection. `send` may wait for room; `messages` is to be read by one task, to its end."""
+    """One open connection. `messages` is to be read by one task, to its end."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ping_s: float, max_bytes: int
@@ -552,11 +552,6 @@ class WebSocket:
         local = writer.get_extra_info("sockname")
         self.local_address = str(local[0]) if isinstance(local, tuple) else ""
         """Empty for a unix socket."""
-
-    async def send(self, message: bytes) -> None:
-        """Raises OSError when the connection is lost."""
-        self.write(message)
-        await self.drain()
 
     @property
     def idle(self) -> bool:

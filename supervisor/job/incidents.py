@@ -185,7 +185,13 @@ class IncidentRecord:
         span = self.down_span(now)
         return span[1] - span[0] + self.redone_s if span is not None else 0.0
 
-    def incident(self, findings: tuple[Finding, ...], rank_nodes: dict[int, str], world_size: int) -> Incident:
+    def incident(
+        self,
+        evidence: Iterable[NodeEvidence],
+        findings: tuple[Finding, ...],
+        rank_nodes: dict[int, str],
+        world_size: int,
+    ) -> Incident:
         return Incident(
             id=self.id,
             opened_at=self.opened_at,
@@ -197,7 +203,7 @@ class IncidentRecord:
             launcher_exits=dict(self.launcher_exits),
             launcher_code=self.launcher_code,
             ranks_started=not self.failed_before_ranks,
-            evidence=tuple(self.evidence),
+            evidence=tuple(evidence),
             findings=findings,
             rank_nodes=dict(rank_nodes),
             world_size=world_size,
@@ -664,7 +670,7 @@ class Incidents:
         if piece.attempt != attempt.number:
             yield from self._late_evidence(piece)
             return
-        self._nodes.take_evidence(piece)
+        self._nodes.acknowledge_evidence(piece.node, piece.request)
         if attempt.keep_evidence(piece):
             yield from self._attempts.steps_in_evidence(piece)
             if self.active is not None and self.active.verdict is None:
@@ -791,12 +797,12 @@ class Incidents:
         record.keep_evidence(attempt.evidence.values() if evidence is None else evidence)
         findings = self._not_settled(record, self.log.findings_near(record.failed_at, record.attempt))
         try:
-            incident = record.incident(findings, attempt.rank_nodes, attempt.world_size)
-            evidence = tuple(
+            unsettled = [
                 msgspec.structs.replace(one, findings=self._not_settled(record, one.findings, one.node))
                 for one in record.evidence
-            )
-            verdict = self._conclude_by(msgspec.structs.replace(incident, evidence=evidence))
+            ]
+            incident = record.incident(unsettled, findings, attempt.rank_nodes, attempt.world_size)
+            verdict = self._conclude_by(incident)
         except Exception as error:  # the diagnoser may be wrong or broken: the run has to come back all the same
             return Verdict(
                 failure_class=FailureClass.UNKNOWN,

@@ -615,7 +615,7 @@ class Job:
             findings, end = (event.finding,), event.number + 1
         else:
             findings, end = event.findings, event.end
-        if not self.nodes.take_findings(event.node, end):
+        if not self.nodes.acknowledge_findings(event.node, end):
             return
         for finding in findings:
             yield from self.incidents.finding_arrived(finding)

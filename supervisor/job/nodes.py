@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
-from diagnosis.signals import NodeEvidence
 from recovery.cordon import CordonLedger
 from supervisor.job.core import Core
 from supervisor.messages import EvidenceRequest, NodeJoined
@@ -215,14 +214,14 @@ class Nodes:
             node.quiet_since = self._core.now if node.quiet_since is None else node.quiet_since
         self._revision += 1
 
-    def take_evidence(self, piece: NodeEvidence) -> None:
-        """The node's assignment says that it arrived."""
-        node = self._nodes[piece.node]
-        if piece.request > node.evidence_seen:
-            node.evidence_seen = piece.request
-            self.touch(node.name)
+    def acknowledge_evidence(self, name: str, request: int) -> None:
+        """The node's assignment says that its evidence of this request has arrived."""
+        node = self._nodes[name]
+        if request > node.evidence_seen:
+            node.evidence_seen = request
+            self.touch(name)
 
-    def take_findings(self, name: str, end: int) -> bool:
+    def acknowledge_findings(self, name: str, end: int) -> bool:
         """The node's findings before number `end` have arrived. False: they did before, or nobody knows the node."""
         node = self._nodes.get(name)
         if node is None or end <= node.findings_seen:

@@ -224,10 +224,9 @@ def asked_incident(job: Job, incident: str) -> AskedIncident | None:
     attempt = job.attempt
     findings = job.incidents.log.findings_near(case.failed_at, case.attempt)
     if attempt is None or attempt.number != case.attempt:
-        return AskedIncident(case.incident(findings, {}, 0), case.verdict, case.folders)
-    seen = case.incident(findings, attempt.rank_nodes, attempt.world_size)
-    if not seen.evidence:  # closed at once; agents may not have filed it yet
-        seen = msgspec.structs.replace(seen, evidence=tuple(attempt.evidence.values()))
+        return AskedIncident(case.incident(case.evidence, findings, {}, 0), case.verdict, case.folders)
+    evidence = case.evidence or attempt.evidence.values()  # closed at once; agents may not have filed it yet
+    seen = case.incident(evidence, findings, attempt.rank_nodes, attempt.world_size)
     return AskedIncident(seen, case.verdict, case.folders)
 
 

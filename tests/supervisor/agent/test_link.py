@@ -492,7 +492,8 @@ def test_messages_of_any_size_come_back_as_they_were(size: int) -> None:
         async with served(echo) as url:
             socket = await opened(url)
             assert socket.local_address == "127.0.0.1"
-            await socket.send(message)
+            socket.write(message)
+            await socket.drain()
             assert await all_of(socket) == [message]
 
     go(scenario())
