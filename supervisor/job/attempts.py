@@ -447,6 +447,10 @@ class Attempts:
             prepare=prepare,
             preparer=members[0] if members and prepare else "",
         )
+        self.checkpoints.begin_attempt()
+        self._nodes.begin_attempt()
+        yield cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
+        self._nodes.touch_all()
 
     def _resume(self, members: tuple[str, ...]) -> WantsAnd[tuple[Resume, tuple[Preparation, ...]]]:
         try:

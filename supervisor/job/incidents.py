@@ -1360,12 +1360,16 @@ class Degraded:
         """By node, device and class: in the current attempt, reported or to be reported."""
         self._devices_reported = 0
 
-    # ----- numbers -----
-
-    def numerics_finding(self, finding: Finding) -> Wants:
-        """A rank's output says that the numbers went wrong. A warning (about a skipped step) does not count."""
-        if finding.severity != "warning":
+    def finding_arrived(self, finding: Finding, node: str) -> Wants:
+        """`node`: whose agent has found it. A warning (about a skipped step, say) does not count."""
+        if finding.severity == "warning":
+            return
+        if finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
             yield from self._numbers_bad(finding, "")
+        if finding.failure_class in DEVICE_CLASSES:
+            yield from self._device_failed(finding, finding.node or node)
+
+    # ----- numbers -----
 
     def numbers_seen(self, event: m.NumbersSeen) -> Wants:
         if self._attempts.live(event.attempt) is None:
@@ -1429,14 +1433,13 @@ class Degraded:
 
     # ----- devices -----
 
-    def device_finding(self, finding: Finding, node: str) -> Wants:
-        """A device failed. It becomes an incident of its own, unless a rank dies of it within moments."""
+    def _device_failed(self, finding: Finding, node: str) -> Wants:
+        """It becomes an incident of its own, unless a rank dies of it within moments."""
         attempt, core = self._attempts.current, self._core
-        if attempt is None or attempt.over or attempt.round is None or core.state not in ("STARTING", "RUNNING"):
+        if attempt is None or attempt.over or attempt.finishing or attempt.round is None:
             return
-        if finding.failure_class not in DEVICE_CLASSES or finding.severity == "warning" or attempt.finishing:
+        if core.state not in ("STARTING", "RUNNING"):
             return
-        node = finding.node or node
         if finding.evidence.source == "output" or node not in attempt.member_set:
             return  # anybody can write of a driver
         if finding.scope == "gpu" and finding.rank is None:

@@ -46,7 +46,6 @@ from typing import Any
 import msgspec
 
 from diagnosis.signals import Finding, rank_names
-from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict.triage import conclude as conclude_by_triage
 from recovery.checkpoint import choose as choose_checkpoint
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
@@ -619,9 +618,7 @@ class Job:
             return
         for finding in findings:
             yield from self.incidents.finding_arrived(finding)
-            if finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
-                yield from self.degraded.numerics_finding(finding)
-            yield from self.degraded.device_finding(finding, event.node)
+            yield from self.degraded.finding_arrived(finding, event.node)
 
     def _opinion_asked(self, event: m.OpinionAsked) -> None:
         record = self.incidents.log.get(event.incident)
@@ -681,13 +678,9 @@ class Job:
         yield from self._proceed(by_operator=by_operator)
 
     def _form(self, members: tuple[str, ...]) -> Wants:
-        """A new attempt: what belongs to the one before ends with it."""
+        """A new attempt. What was wrong with the one before ends with it."""
         yield from self.degraded.attempt_ends()
         yield from self.attempts.form(members)
-        self.checkpoints.begin_attempt()
-        self.nodes.begin_attempt()
-        yield cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
-        self.nodes.touch_all()
 
     def _proceed(self, *, by_operator: bool = False) -> Wants:
         """Start the next attempt if nothing stands in its way."""
