@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -21,7 +21,6 @@ from recovery.schedulers import load_schedulers
 from recovery.scheduling import Answer, Scheduler
 from supervisor import messages as m
 from supervisor.blocking import BlockingCalls, timeout
-from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import (
     Entry,
     History,
@@ -37,6 +36,10 @@ from supervisor.controller.listener import Connection
 from supervisor.errors import CommandNotJournalled
 from supervisor.notes import text_of
 from supervisor.paths import Fence
+
+if TYPE_CHECKING:
+    from supervisor.controller.heartbeats import HeartbeatEvents
+    from supervisor.job.job import Job
 
 WRITE_S = 5.0
 
@@ -197,25 +200,6 @@ LONELY_S = 900.0
 """A controller that no agent ever came to ends after this."""
 
 
-class JobCore(Protocol):
-    @property
-    def state(self) -> str:
-        """As `supervisor.view.JobStateName` has them."""
-
-    def handle(self, event: m.AnyEvent) -> list[m.Action]: ...
-
-
-class Watch(Protocol):
-    """`supervisor.controller.heartbeats.HeartbeatEvents`."""
-
-    @property
-    def newest(self) -> Newest: ...
-
-    def observe(self, heartbeat: m.Heartbeat, now: float) -> list[m.AnyEvent]: ...
-
-    def tick(self, now: float) -> list[m.AnyEvent]: ...
-
-
 class _Posted(NamedTuple):
     event: m.AnyEvent
     done: asyncio.Future[list[m.Action]] | None
@@ -225,17 +209,19 @@ class ControlLoop:
     """Everything of the controller but the port: `run` ends with the outcome, or None when told to stop.
 
     `make_watch` is called once the job has been replayed (the watch starts with what the job remembers). `view` gives
-    what the reading endpoints show; how things are shown is not this class's business.
+    what the reading endpoints show; how things are shown is not this class's business. `life`: how often the scheduler
+    has started the job again by now.
     """
 
     def __init__(
         self,
-        job: JobCore,
-        make_watch: Callable[[], Watch],
+        job: Job,
+        make_watch: Callable[[], HeartbeatEvents],
         journal: Journal,
         history: History,
         view: Callable[[str, ControlLoop], Callable[[], dict[str, object]]],
         unheard_s: float = UNHEARD_S,
+        life: int = 0,
     ) -> None:
         self.job = job
         self.epoch = journal.epoch
@@ -257,8 +243,7 @@ class ControlLoop:
         self._stop = asyncio.Event()
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
-        self.ask_scheduler: Callable[[m.SchedulerRequest | m.SchedulerComment], None] = lambda _: None
-        """`Executor`; the scheduler's answers are posted as events."""
+        self._executor = Executor(self.post, self.clock.now, lambda: job.spec, life=life)
         self.opinion_wanted: Callable[[m.OpinionWanted], None] = lambda _: None
         """The job wants a model's opinion (`supervisor.opinion`), which is posted as an event."""
         self._fence = FenceWriter(journal.job_dir, journal.epoch)
@@ -647,7 +632,7 @@ class ControlLoop:
             elif isinstance(action, m.Note):
                 log.info("%s", text_of(action), extra={"repeat_kind": action.kind})
             elif isinstance(action, (m.SchedulerRequest, m.SchedulerComment)):
-                self.ask_scheduler(action)
+                self._executor.start(action)
             elif isinstance(action, m.OpinionWanted):
                 self.opinion_wanted(action)
             else:
@@ -700,7 +685,7 @@ class Executor:
         """The newest that has not been made."""
         self._commenting: asyncio.Task[None] | None = None
 
-    def __call__(self, action: m.SchedulerRequest | m.SchedulerComment) -> None:
+    def start(self, action: m.SchedulerRequest | m.SchedulerComment) -> None:
         if isinstance(action, m.SchedulerComment):
             self._comment = action
             if self._commenting is None or self._commenting.done():

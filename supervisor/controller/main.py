@@ -175,7 +175,6 @@ def build(
     """
     # The core is imported here so that reading `controller.json` does not cost it.
     from supervisor.controller.heartbeats import HeartbeatEvents
-    from supervisor.controller.loop import Executor
     from supervisor.controller.report import live_view
     from supervisor.job.job import Job
     from supervisor.opinion.queue import opinion_queue
@@ -183,9 +182,8 @@ def build(
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
-        loop = ControlLoop(job, lambda: HeartbeatEvents(job.skew), journal, history, live_view, unheard_s)
+        loop = ControlLoop(job, lambda: HeartbeatEvents(job.skew), journal, history, live_view, unheard_s, requeues)
         asks = opinion_queue(job, loop.post, loop.clock.now, job_dir, settings.opinion, training_python)
-        loop.ask_scheduler = Executor(loop.post, loop.clock.now, lambda: job.spec, life=requeues)
         loop.opinion_wanted, loop.ask_model = asks.wanted, asks.want
         return loop
 
@@ -193,7 +191,6 @@ def build(
     _use_rules(job_dir, settings.run.site_file, begun=bool(history.records))
     loop = loop_of(journal, history)
     job = loop.job
-    assert isinstance(job, Job)
     if restarted and loop.lived_attempt != loop.folded_attempt:
         journal.close()
         raise OtherVersion(OTHER_VERSION.format(lived=loop.lived_attempt, known=loop.folded_attempt))
@@ -320,12 +317,10 @@ def _collect_rarely() -> None:
 def _scrape_of(control: ControlLoop) -> Scrape:
     """`/metrics` of a controller."""
     from supervisor.controller.metrics import controller_samples
-    from supervisor.job.job import Job
     from supervisor.metrics.port import page, process_samples
     from supervisor.metrics.table import CONTROLLER, job_name
 
     job = control.job
-    assert isinstance(job, Job)
 
     def scrape() -> Callable[[str, str], tuple[bytes, dict[str, str]]]:
         samples = [*controller_samples(control, job), *process_samples("controller", os.getpid())]
@@ -336,12 +331,9 @@ def _scrape_of(control: ControlLoop) -> Scrape:
 
 async def _tell_prometheus(control: ControlLoop, target: TargetFile, address: str) -> None:
     """Where to find us, once it is known whose controller this is; again and again, for only the dead grow old."""
-    from supervisor.job.job import Job
-
     job = control.job
-    while isinstance(job, Job) and not job.spec.name:
+    while not job.spec.name:
         await asyncio.sleep(0.5)
-    assert isinstance(job, Job)
     scheme, _, place = address.partition("://")
 
     def tell() -> None:

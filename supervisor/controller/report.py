@@ -125,7 +125,7 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
     agents, stall, epoch = list(loop.connections), loop.stall, loop.epoch
     if name == "health":
         return lambda: {"schema": SCHEMA, "ok": not stall, "epoch": epoch, "journal": stall or "ok"}
-    view: JobView = loop.job.view(loop.clock.now())  # type: ignore[attr-defined]
+    view: JobView = loop.job.view(loop.clock.now())
     newest = loop.watch.newest
     if newest.attempt == view.attempt and newest.step is not None and newest.step > (view.step or -1):
         # The job hears of a step every 10 s, which is journalled; readers see the newest heartbeat's.

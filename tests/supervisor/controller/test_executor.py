@@ -51,7 +51,7 @@ def run(
         spec = JobSpec(name="j", scheduler=scheduler.name if scheduler else "local", scheduler_job="77")
         errands = Executor(events.append, lambda: 5.0, lambda: spec, named)
         for order in orders:
-            errands(order)
+            errands.start(order)
         while len(events) < len({order.number for order in orders}):
             await asyncio.sleep(0.001)
 
@@ -97,12 +97,12 @@ def test_of_comments_the_newest_is_made_and_orders_do_not_wait_for_it() -> None:
     async def give() -> None:
         spec = JobSpec(name="j", scheduler="told", scheduler_job="77")
         errands = Executor(lambda _: None, lambda: 5.0, lambda: spec, {"told": scheduler})
-        errands(SchedulerComment(text="first"))
-        errands(SchedulerRequest(number=1, kind="cancel"))
+        errands.start(SchedulerComment(text="first"))
+        errands.start(SchedulerRequest(number=1, kind="cancel"))
         while len(scheduler.asked) < 2:
             await asyncio.sleep(0.001)
         for text in ("second", "third"):
-            errands(SchedulerComment(text=text))
+            errands.start(SchedulerComment(text=text))
         while ("comment", "77", "third") not in scheduler.asked:
             await asyncio.sleep(0.001)
 
@@ -129,7 +129,7 @@ def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to
         spec = JobSpec(name="j", scheduler="told", scheduler_job="77", requeues=1)
         for life in (2, 1):
             errands = Executor(lambda _: None, lambda: 0.0, lambda: spec, {"told": scheduler}, life=life)
-            errands(SchedulerRequest(number=life, kind="requeue"))
+            errands.start(SchedulerRequest(number=life, kind="requeue"))
             for _ in range(100):
                 await asyncio.sleep(0)
 
