@@ -6,7 +6,9 @@ Markers say what a test needs; this says what the machine lacks and how to get i
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -83,6 +85,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001
     return min(2 * len(os.sched_getaffinity(0)), 8)
 
 
+def pytest_collection(session: pytest.Session) -> None:  # noqa: ARG001 (its name is the hook's)
+    """Each worker collects all tests. Nothing of that is garbage, so nobody needs to look for it, then or later."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:  # noqa: ARG001 (its name is the hook's)
+    gc.enable()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     lacking = _lacking(config)
@@ -123,6 +135,23 @@ def _lasts_s(item: pytest.Item) -> float:
     if marker:
         return float(marker.args[0])
     return 15.0 if item.get_closest_marker("e2e") or item.get_closest_marker("slurm") else 0.0
+
+
+def need(library: str) -> None:
+    """Skip the module that calls this where `library` is not installed. It is not imported: torch takes seconds."""
+    if importlib.util.find_spec(library.partition(".")[0]) is None:
+        pytest.skip(f"needs {library} (make installs it)", allow_module_level=True)
+
+
+class Later:
+    """A library that takes seconds to import, imported when a test first uses it: each worker collects every test."""
+
+    def __init__(self, library: str) -> None:
+        need(library)
+        self._name = library
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
 
 
 def until(condition: Callable[[], Any], within_s: float, what: str | Callable[[], str]) -> Any:

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[1]
 MODULES = sorted(path for top in ("diagnosis", "recovery", "supervisor") for path in (REPOSITORY / top).rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in MODULES}
-OURS = {path: tree for path, tree in TREES.items() if "training" not in path.parts}
+OURS = [path for path in MODULES if "training" not in path.parts]
 """`supervisor/training` runs inside of the user's processes and has its own words."""
 
 FIELD_WORDS = {
@@ -52,10 +50,15 @@ LONGEST_FUNCTION = 70
 LONGEST_MODULE = 900
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _classes() -> dict[str, list[str]]:
     homes = defaultdict(list)
-    for path, tree in TREES.items():
-        for node in tree.body:
+    for path in MODULES:
+        for node in _tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(str(path.relative_to(REPOSITORY)))
     return homes
@@ -90,17 +93,20 @@ def test_a_file_name_is_used_at_most_twice() -> None:
     assert {name: paths for name, paths in homes.items() if len(paths) > 2} == {}
 
 
-@pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_identifiers_are_the_fields_words(path: Path) -> None:
-    names = {path.stem, *_defined(OURS[path])} - PUBLIC
-    private = {name: FIELD_WORDS[word] for name in sorted(names) for word in _words(name) & FIELD_WORDS.keys()}
+def test_identifiers_are_the_fields_words() -> None:
+    private = {
+        f"{path.relative_to(REPOSITORY)}: {name}": FIELD_WORDS[word]
+        for path in OURS
+        for name in sorted({path.stem, *_defined(_tree(path))} - PUBLIC)
+        for word in _words(name) & FIELD_WORDS.keys()
+    }
     assert private == {}, "name: the word that the field uses"
 
 
 def test_every_error_is_in_the_tree() -> None:
     """`supervisor/errors.py` draws it: what a person is told, and what the program handles itself."""
     roots = {"UnbrokenError", "InternalError"}
-    ours = [node for path in OURS if "supervisor" in path.parts for node in OURS[path].body]
+    ours = [node for path in OURS if "supervisor" in path.parts for node in _tree(path).body]
     classes = [node for node in ours if isinstance(node, ast.ClassDef)]
     bases = {node.name: {base.id for base in node.bases if isinstance(base, ast.Name)} for node in classes}
     standard = {name for name in vars(builtins) if name.endswith(("Error", "Exception"))}
@@ -111,8 +117,8 @@ def test_every_error_is_in_the_tree() -> None:
 def test_functions_can_be_read_at_once() -> None:
     long = {
         f"{path.relative_to(REPOSITORY)}:{node.lineno} {node.name}": length
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
+        for path in MODULES
+        for node in ast.walk(_tree(path))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and (length := (node.end_lineno or 0) - node.lineno + 1) > LONGEST_FUNCTION
     }
@@ -156,7 +162,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 def _graph() -> dict[str, set[str]]:
     modules = {_name(path) for path in MODULES if path.name != "__init__.py"}
-    return {_name(path): modules & set(_imports(tree)) - {_name(path)} for path, tree in TREES.items()}
+    return {_name(path): modules & set(_imports(_tree(path))) - {_name(path)} for path in MODULES}
 
 
 def test_no_import_circle() -> None:

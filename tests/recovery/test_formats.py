@@ -18,15 +18,19 @@ from hypothesis import strategies as st
 
 from recovery.formats import BUILT_IN, inspect, load_formats, recognize
 from recovery.formats.files import Budget, inspect_torch_file, is_temporary, step_in_name
+from tests.conftest import Later
 
-torch = pytest.importorskip("torch")
+torch = Later("torch")
 
-CONTENT = {"model": {"w": torch.arange(1000.0), "b": torch.ones(7, dtype=torch.bfloat16)}, "optimizer": {"lr": 0.1}}
+
+def content(**more: object) -> dict[str, object]:
+    model = {"w": torch.arange(1000.0), "b": torch.ones(7, dtype=torch.bfloat16)}
+    return {"model": model, "optimizer": {"lr": 0.1}, **more}
 
 
 def save(path: Path, **more: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({**CONTENT, **more}, path)
+    torch.save(content(**more), path)
     return path
 
 
@@ -79,7 +83,7 @@ class TestTorchFiles:
     @pytest.mark.parametrize("zipped", [True, False])
     def test_truncated_anywhere_is_incomplete(self, tmp_path: Path, zipped: bool) -> None:
         whole = tmp_path / "whole.pt"
-        torch.save({**CONTENT, "step": 3}, whole, _use_new_zipfile_serialization=zipped)
+        torch.save(content(step=3), whole, _use_new_zipfile_serialization=zipped)
         found = inspect(whole)
         assert found.complete
         assert found.step == 3

@@ -18,12 +18,13 @@ import pytest
 from recovery.checkpoint import Checkpoint, Preparation, Restore, SetAside, choose
 from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints
 from recovery.quarantine import WrittenByRanks, keep_copy, prepare
+from tests.conftest import Later
 from tests.tables import read
 
 from .ranks import Ranks
 
-torch = pytest.importorskip("torch")
-safetensors = pytest.importorskip("safetensors.torch")
+torch = Later("torch")
+safetensors = Later("safetensors.torch")
 
 LATER = 1e12
 

@@ -21,10 +21,11 @@ from recovery.checkpoint import Checkpoint, Preparation, Restore, SetAside, choo
 from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints
 from recovery.provenance import Provenance
 from recovery.quarantine import PreparationError, WrittenByRanks, keep_copy, prepare
+from tests.conftest import Later
 
 from .ranks import Ranks
 
-torch = pytest.importorskip("torch")
+torch = Later("torch")
 
 LATER = 1e12
 _opened: list[str] = []

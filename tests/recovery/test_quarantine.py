@@ -24,8 +24,9 @@ from recovery.quarantine import (
     set_aside,
     undo,
 )
+from tests.conftest import Later
 
-torch = pytest.importorskip("torch")
+torch = Later("torch")
 
 
 def save(path: Path, step: int) -> Path:

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from supervisor import training
+from tests.conftest import need
 
-pytest.importorskip("torch")
+need("torch")
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 OURS = ("UNBROKEN_", "TORCHELASTIC_", "OMP_", "PYTHON", "RANK", "LOCAL_RANK")
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from supervisor.training import writes
+from tests.conftest import need
 
-pytest.importorskip("torch")
+need("torch")
 
 PRELUDE = f"""
 import importlib.util, os, sys

@@ -18,9 +18,9 @@ import pytest
 
 from supervisor.agent import checkpoints
 from supervisor.agent.checkpoints import CheckpointMonitor
-from tests.conftest import until
+from tests.conftest import Later, until
 
-torch = pytest.importorskip("torch")
+torch = Later("torch")
 
 
 def a_probe(tmp_path: Path, given: Sequence[str] = (), node: str = "n1", job: str = "job") -> CheckpointMonitor:
