@@ -155,8 +155,10 @@ class Link:
         self._ping_s = ping_s
         self._newest: Heartbeat | None = None
         self._posted = asyncio.Event()
+        self._opened: WebSocket | None = None
+        """The newest connection."""
         self._open: WebSocket | None = None
-        """The connection, once the newest heartbeat was sent on it."""
+        """The same, once the newest heartbeat was sent on it."""
         self._done_sent = False
         self._reading: asyncio.Future[tuple[ControllerAddress, str]] | None = None
         self._session: Session | None = None
@@ -187,6 +189,12 @@ class Link:
             hello,
             tls_ca=settings.controller.tls_ca,
         )
+
+    @property
+    def heard_at(self) -> float:
+        """When the controller last sent anything on the newest connection (monotonic). It is asked to after a silence
+        of `PING_S`."""
+        return self._opened.heard_at if self._opened is not None else 0.0
 
     def post(self, heartbeat: Heartbeat) -> None:
         """Send `heartbeat` as soon as possible, in place of any that has not left yet."""
@@ -250,6 +258,7 @@ class Link:
         self._session = SharedSecret(token).session(exchange, controller=False)
         self._epoch = exchange.epoch
         self._distrusted_since, self.distrust = None, ""
+        self._opened = opened
         sender: asyncio.Task[None] | None = None
         try:
             self.address = self._hello.address or opened.local_address or urlsplit(self.url).hostname or ""
@@ -259,7 +268,7 @@ class Link:
             self.connections += 1
             self.clock.connected()
             sender = asyncio.create_task(self._send(opened))
-            await self._receive(opened, self._session, on_message)
+            await self._receive(opened, self._session, on_message, lambda: self._has_successor((controller, token)))
         finally:
             self.connected, self._open = False, None
             if sender is not None:
@@ -274,12 +283,25 @@ class Link:
         try:
             while not (await asyncio.wait({task}, timeout=CONNECT_TIMEOUT_S))[0]:
                 self._explain(self._no_answer())
-                with contextlib.suppress(asyncio.TimeoutError):  # the job folder hangs: nothing else is known
-                    if await self._find_controller() != found:
-                        raise NoController("another controller has taken over")
+                if await self._is_replaced(found):
+                    raise NoController("another controller has taken over")
             return task.result()
         finally:
             task.cancel()
+
+    async def _is_replaced(self, found: tuple[ControllerAddress, str]) -> bool:
+        """Whether the job has another controller than the one that was `found`. Raises NoController."""
+        try:
+            return await self._find_controller() != found
+        except asyncio.TimeoutError:  # the job folder hangs: nothing else is known
+            return False
+
+    async def _has_successor(self, found: tuple[ControllerAddress, str]) -> bool:
+        """The same of a controller that is connected, and silent."""
+        try:
+            return await self._is_replaced(found)
+        except NoController:
+            return False
 
     def _no_answer(self) -> str:
         where = self.url or "the job folder"
@@ -367,10 +389,14 @@ class Link:
         opened.close()
 
     async def _receive(
-        self, opened: WebSocket, session: Session, on_message: Callable[[ControllerMessage], None]
+        self,
+        opened: WebSocket,
+        session: Session,
+        on_message: Callable[[ControllerMessage], None],
+        is_replaced: Callable[[], Awaitable[bool]],
     ) -> None:
         """Raises Forged, a ValueError."""
-        async for frame in opened.messages():
+        async for frame in opened.messages(is_replaced):
             data = session.into.open(frame)
             try:
                 message = decode_controller_message(data)
@@ -522,7 +548,8 @@ def _error_s(sample: ClockSample, mono: float) -> float:
 HAPPY_EYEBALLS_S: Final = 0.25
 PONG_WITHIN: Final = 5.0
 """A ping is to be answered within so many times the silence before it. A host that is gone is found sooner
-(`_confirm_within`); a program that is slow is as slow on another connection, and has more to do then."""
+(`_confirm_within`), and so is a program that was replaced; one that is slow is as slow on another connection, and has
+more to do then."""
 TLS_PATIENCE: Final = 3.0
 """The handshake of TLS needs the other program, which may be slow."""
 _CHUNK: Final = 1 << 16
@@ -547,8 +574,8 @@ class WebSocket:
         self._first = b""
         """What came with the end of the handshake."""
         self._is_open = False
-        self._received = 0
-        """Reads that brought something: signs of life."""
+        self.heard_at = time.monotonic()
+        """When the other end last sent anything."""
         local = writer.get_extra_info("sockname")
         self.local_address = str(local[0]) if isinstance(local, tuple) else ""
         """Empty for a unix socket."""
@@ -597,9 +624,12 @@ class WebSocket:
             raise WebSocketError("the port does not speak WebSocket as it must: it has not read the request's key")
         self._first, self._is_open = http.trailing_data[0], True
 
-    async def messages(self) -> AsyncIterator[bytes]:
-        """The messages of the other end, until the connection ends in whatever way. Raises WebSocketError."""
-        watch = asyncio.create_task(self._watch())
+    async def messages(self, is_replaced: Callable[[], Awaitable[bool]] | None = None) -> AsyncIterator[bytes]:
+        """The messages of the other end, until the connection ends in whatever way. Raises WebSocketError.
+
+        `is_replaced`: asked while the other end is silent; an end that was replaced is left.
+        """
+        watch = asyncio.create_task(self._watch(is_replaced))
         data = self._first
         try:
             while True:
@@ -614,7 +644,7 @@ class WebSocket:
                 data = await self._reader.read(_CHUNK)
                 if not data:
                     return
-                self._received += 1
+                self.heard_at = time.monotonic()
         except ws.FrameError as error:
             raise WebSocketError(f"the port does not speak WebSocket as it must: {error}") from error
         except OSError as error:
@@ -631,18 +661,25 @@ class WebSocket:
             self._say(ws.CLOSE, ws.NORMAL.to_bytes(2, "big"))
         self._writer.close()
 
-    async def _watch(self) -> None:
+    async def _watch(self, is_replaced: Callable[[], Awaitable[bool]] | None) -> None:
         """Ask for a sign of life after a silence, and give the connection up when none comes."""
         while True:
-            before = self._received
-            await asyncio.sleep(self._ping_s)
-            if self._received > before:
+            heard_at = self.heard_at
+            quiet_s = heard_at + self._ping_s - time.monotonic()
+            if quiet_s > 0:
+                await asyncio.sleep(quiet_s)
                 continue
             self._say(ws.PING, b"")
-            await asyncio.sleep(PONG_WITHIN * self._ping_s)
-            if self._received == before:
-                self._writer.transport.abort()
-                return
+            give_up_at = time.monotonic() + PONG_WITHIN * self._ping_s
+            while await self._is_silent(heard_at):
+                if time.monotonic() >= give_up_at or (is_replaced is not None and await is_replaced()):
+                    self._writer.transport.abort()
+                    return
+
+    async def _is_silent(self, since: float) -> bool:
+        """Whether nothing comes for a while more."""
+        await asyncio.sleep(self._ping_s)
+        return self.heard_at == since
 
 
 def _raise_for(goodbye: bytes) -> None:

@@ -47,6 +47,9 @@ class OrphanTimeouts(Frozen, frozen=True, kw_only=True):
     between_fence_reads_s: float = 1.0
     end_after_signal_s: float = 10.0
     """A controller that was away for less may be on its way back, and ends the node itself."""
+    silent_after_signal_s: float = 6.0
+    """A controller that is connected and has not answered for so long then counts as away since it was last heard.
+    Slurm kills what is left 30 s after its signal; without one a silent controller has longer (`PONG_WITHIN`)."""
     no_controller_notice_s: float = 20.0
     """After so long without any controller the user gets to know why there is none."""
     ask_scheduler_after_s: float = 60.0
@@ -176,10 +179,11 @@ class OrphanHandler:
     def look(self, now: float) -> Outcome | None:
         """Start what is due. The outcome with which this node must end now, if it must."""
         self._started_at = now if self._started_at is None else self._started_at
-        if self._link.connected:
-            self._alone_since, self._question_at, self._had_controller = None, None, True
+        self._had_controller |= self._link.connected
+        self._alone_since = self._without_controller_since(now)
+        if self._alone_since is None:
+            self._question_at = None
             return None
-        self._alone_since = now if self._alone_since is None else self._alone_since
         duties = due(
             self._situation(now, self._started_at, self._alone_since), self._spec, self._plan.index or 0, self._limits
         )
@@ -203,6 +207,12 @@ class OrphanHandler:
             line = f"no controller came within {self._limits.give_up_after_s:.0f} s: see the output of the first node"
             return Outcome(state="failed", exit_code=EXIT_NO_CONTROLLER, line=line)
         return None
+
+    def _without_controller_since(self, now: float) -> float | None:
+        if not self._link.connected:
+            return now if self._alone_since is None else self._alone_since
+        heard_at, signalled = self._link.heard_at, bool(self._state.saved.stop_request)
+        return heard_at if signalled and now - heard_at >= self._limits.silent_after_signal_s else None
 
     def _situation(self, now: float, started_at: float, alone_since: float) -> OrphanSituation:
         assignment = self._state.assignment

@@ -197,6 +197,36 @@ def test_a_port_that_no_longer_answers_is_given_up() -> None:
     go(scenario())
 
 
+def test_a_silent_controller_is_left_when_it_was_replaced() -> None:
+    """The first one hangs: its connection stays. Nothing is left as long as the job folder names it, or nobody."""
+
+    async def scenario() -> None:
+        async def deaf(socket: Sealed) -> None:
+            while not socket.socket.closed:
+                await socket.socket.receive()
+
+        async with listening(deaf, autoping=False) as first, listening(deaf) as second:
+            named = [first.address]
+            asked: list[str] = []
+
+            def address() -> ControllerAddress:
+                asked.append(named[0])
+                if not named[0]:
+                    raise NoController("no address")
+                return ControllerAddress(named[0])
+
+            async with linked(Link(address, lambda: "secret", HELLO, ping_s=0.5)) as link:
+                await until(lambda: asked.count(first.address) >= 2)
+                named[0] = ""
+                await until(lambda: "" in asked)
+                assert (link.connections, len(second.met)) == (1, 0)
+                named[0] = second.address
+                await until(lambda: second.met)
+                assert len(first.met) == 1
+
+    go(scenario())
+
+
 def test_a_message_that_cannot_be_read_is_a_problem_and_the_connection_stays() -> None:
     async def scenario() -> None:
         told: list[ControllerMessage] = []

@@ -14,7 +14,7 @@ from diagnosis import rules
 from diagnosis.signals import ExitRecord, RankSample
 from recovery.schedulers import Local
 from recovery.scheduling import Answer
-from supervisor.agent.link import Link
+from supervisor.agent.link import PING_S, Link
 from supervisor.agent.orphan import TIMEOUTS, OrphanDuties, OrphanHandler, OrphanSituation, due, makes_no_progress
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
@@ -252,6 +252,21 @@ def test_a_signal_ends_a_node_that_has_no_controller(make_state: Any, signal: st
     assert (second.state, second.exit_code) == ("stopped", code)
 
 
+@pytest.mark.parametrize(
+    ("signal", "silent_s", "ends"),
+    [("SIGTERM", 9.0, False), ("SIGTERM", 10.0, True), ("", 10.0, False), ("SIGTERM", 5.0, False)],
+)
+def test_a_signal_ends_a_node_whose_controller_hangs(make_state: Any, signal: str, silent_s: float, ends: bool) -> None:
+    """It stays connected for longer than Slurm waits."""
+    state = assigned(make_state(spec=SPEC))
+    state.saved.stop_request = signal
+    one = handler(state, None, MOVING, connected=True)
+    heard_at = one._link.heard_at
+    [outcome] = asyncio.run(looks(one, heard_at + silent_s))
+    assert (outcome is not None) is ends
+    assert outcome is None or (outcome.state, outcome.exit_code) == ("stopped", 143)
+
+
 def test_a_node_that_finds_no_controller_shows_why_once_and_gives_up(make_state: Any, shown: Any) -> None:
     state = make_state(spec=SPEC)
     *before, last = asyncio.run(looks(handler(state), 100.0, 121.0, 140.0, 1001.0))
@@ -307,5 +322,6 @@ def test_the_controller_writes_each_new_attempt_once(tmp_path: Path) -> None:
 
 
 def test_the_timeouts_are_in_order() -> None:
+    assert PING_S < TIMEOUTS.silent_after_signal_s < TIMEOUTS.end_after_signal_s
     assert TIMEOUTS.read_fence_after_s < TIMEOUTS.end_after_signal_s < TIMEOUTS.ask_scheduler_after_s
     assert TIMEOUTS.ask_scheduler_after_s < TIMEOUTS.longest_wait_s < TIMEOUTS.give_up_after_s
