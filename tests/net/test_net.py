@@ -67,7 +67,7 @@ def compare(rewrite: bool) -> Compare:
 # ----- journals -----
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=2)
 def _replayed(name: str) -> tuple[list[Any], list[Any]]:
     recorded = read_lines(RECORDINGS[name])
     return recorded, replay(recorded)
@@ -86,21 +86,19 @@ def _differing(name: str, without: tuple[str, ...], limit: int = 3) -> str:
     return "\n".join([*found[:limit], *more])
 
 
+NOT_COMPARED = {"decisions": ("texts",), "sentences": ("actions", "now", "view", "verdicts_asked_for")}
+"""Decisions: the same actions, states and timers. Sentences: the same notes, reasons and last line; other words alone
+are no other decision."""
+
+
+@pytest.mark.parametrize("what", NOT_COMPARED)
 @pytest.mark.parametrize("name", sorted(RECORDINGS))
-def test_decisions(name: str, rewrite: bool) -> None:
-    """The same actions, states and timers."""
-    if rewrite:
+def test_journal(name: str, what: str, rewrite: bool) -> None:
+    if rewrite and what == "decisions":
         write_lines(RECORDINGS[name], _replayed(name)[1])
         _replayed.cache_clear()
-    elif told := _differing(name, ("texts",)):
-        pytest.fail(told, pytrace=False)
-
-
-@pytest.mark.parametrize("name", sorted(RECORDINGS))
-def test_sentences(name: str) -> None:
-    """The same words: notes, reasons, the last line. Other words alone are no other decision."""
-    if told := _differing(name, ("actions", "now", "view", "verdicts_asked_for")):
-        pytest.fail(f"other words:\n{told}", pytrace=False)
+    elif told := _differing(name, NOT_COMPARED[what]):
+        pytest.fail(f"other {what}:\n{told}", pytrace=False)
 
 
 @pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
