@@ -7,7 +7,7 @@ MADE   := $(VENV)/.made-$(shell cat pyproject.toml constraints.txt | cksum | cut
 # Compiled modules are kept, also where the environment says not to: tests start our programs a thousand times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check oldest bench format clean
 
 demo: $(MADE)  ## a supervised Llama pretraining with faults injected, under three minutes
 	$(BIN)/unbroken demo
@@ -20,6 +20,10 @@ check: $(MADE)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/vermin --quiet --target=3.9- --no-tips --violations supervisor/training recovery/worker.py
+
+oldest:  ## imports everything on Python 3.10, where that is installed
+	tools/oldest_python.sh
 
 bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
 	$(BIN)/unbroken bench recovery
@@ -39,4 +43,4 @@ $(MADE):
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-3.10 dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

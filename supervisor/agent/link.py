@@ -300,7 +300,7 @@ class Link:
         """The same of a controller that is connected, and silent."""
         try:
             return await self._is_replaced(found)
-        except NoController:
+        except (NoController, RuntimeError):  # RuntimeError: no thread left
             return False
 
     def _no_answer(self) -> str:

@@ -130,7 +130,7 @@ def run_main(argv: list[str], source: str | None = None) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update({"__builtins__": builtins} if sys.version_info >= (3, 14) else EARLIER_GLOBALS)
     sys.modules["__main__"] = main
-    sys.orig_argv = [sys.executable, "-u", *argv]
+    sys.orig_argv = [sys.executable, "-u", *argv]  # novermin: Python 3.9 has none, and takes it
     if source is not None:
         sys.argv = list(argv)
         target: tuple[Any, ...] = (exec, compile(source, argv[0], "exec"), main.__dict__)
