@@ -348,6 +348,7 @@ class ControlLoop:
     async def command(self, request: m.CommandRequest, by: str, uid: int | None) -> dict[str, object]:
         """Carry out an operator's command, or say what it would do, if that is asked or to be confirmed.
 
+        `by`, `uid`: who gives it, as far as that is proven.
         Raises ValueError when it is refused, CommandNotJournalled when that is not known yet.
         """
         if request.dry_run:
@@ -408,6 +409,7 @@ class ControlLoop:
         return {"schema": 1, "ok": True, "incident": incident}
 
     def view(self, name: str) -> Callable[[], dict[str, object]]:
+        """Reads it now; what it gives makes the answer, in a thread."""
         return self._view(name, self)
 
     async def timeline(self, since: int) -> dict[str, object]:

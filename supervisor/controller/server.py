@@ -14,16 +14,16 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from aiohttp import web
 
 from diagnosis.signals import clean_line, clean_text
 from supervisor.blocking import timeout
-from supervisor.controller.listener import BACKLOG, NOT_SIGNED, AgentService, Listener
+from supervisor.controller.listener import BACKLOG, NOT_SIGNED, Listener
 from supervisor.errors import CommandNotJournalled
-from supervisor.messages import CommandRequest, decode_command, encode
+from supervisor.messages import decode_command, encode
 from supervisor.wire.authentication import (
     AGENT_PATH,
     CHALLENGE_HEADER,
@@ -34,6 +34,9 @@ from supervisor.wire.authentication import (
     munge_user,
 )
 from supervisor.wire.peers import listen_privately, user_name
+
+if TYPE_CHECKING:
+    from supervisor.controller.loop import ControlLoop
 
 BY_LIMIT = 100
 
@@ -60,27 +63,6 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     incident: str
 
 
-class Service(AgentService, Protocol):
-    """What the server asks of the controller."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    async def command(self, request: CommandRequest, by: str, uid: int | None) -> dict[str, object]:
-        """Carry it out, or say what it would do. `by`, `uid`: who gives it, as far as that is proven.
-
-        Raises ValueError with a sentence for the operator, and CommandNotJournalled.
-        """
-
-    def ask(self, incident: str) -> dict[str, object]:
-        """Have the language model asked about an incident. Raises ValueError with a sentence for the operator."""
-
-    def view(self, name: str) -> Callable[[], dict[str, object]]:
-        """Reads it now; what it gives makes the answer, in a thread."""
-
-    async def timeline(self, since: int) -> dict[str, object]: ...
-
-
 Scrape = Callable[[], Callable[[str, str], tuple[bytes, dict[str, str]]]]
 """Reads the numbers, on the loop; what it gives makes the answer to `Accept` and `Accept-Encoding`, in a thread."""
 SCRAPES_AT_ONCE = 4
@@ -90,11 +72,11 @@ class Server:
     """aiohttp on one port, and on a unix socket for this node."""
 
     def __init__(
-        self, service: Service, token: str, tls: ssl.SSLContext | None = None, scrape: Scrape | None = None
+        self, loop: ControlLoop, token: str, tls: ssl.SSLContext | None = None, scrape: Scrape | None = None
     ) -> None:
         """`scrape`: what `/metrics` answers, to everybody; None: there is none."""
-        self._service = service
-        self._authenticator = Authenticator(token, service.epoch)
+        self._loop = loop
+        self._authenticator = Authenticator(token, loop.epoch)
         self._tls = tls
         self._open = {"/healthz", CHALLENGE_PATH, *(["/metrics"] if scrape is not None else [])}
         """What is answered to everybody: health, numbers and names, as exporters do."""
@@ -143,7 +125,7 @@ class Server:
         if self._listener is None:
             await self._runner.setup()
             assert self._runner.server is not None
-            self._listener = Listener(self._service, self._authenticator, self._runner.server, self._tls)
+            self._listener = Listener(self._loop, self._authenticator, self._runner.server, self._tls)
         self._listener.listen(listening)
 
     async def stop(self) -> None:
@@ -193,7 +175,7 @@ class Server:
         return _problem(426, "agents open a WebSocket here, with the first request that they sign")
 
     async def _healthz(self, _: web.Request) -> web.Response:
-        view = self._service.view("health")()
+        view = self._loop.view("health")()
         return _answer(view, 200 if view["ok"] else 503)
 
     async def _metrics(self, request: web.Request) -> web.Response:
@@ -222,14 +204,14 @@ class Server:
             log.info("nobody read the metrics of the job's end")
 
     async def _view(self, request: web.Request) -> web.Response:
-        return _answer(await asyncio.to_thread(self._service.view(request.match_info["view"])))
+        return _answer(await asyncio.to_thread(self._loop.view(request.match_info["view"])))
 
     async def _timeline(self, request: web.Request) -> web.Response:
         try:
             since = int(request.query.get("since", "0"))
         except ValueError:
             return _problem(400, "`since` must be a number: the seq of the last record you have")
-        return _answer(await self._service.timeline(since))
+        return _answer(await self._loop.timeline(since))
 
     async def _command(self, request: web.Request) -> web.Response:
         try:
@@ -240,7 +222,7 @@ class Server:
             if uid is None and asked.munge:
                 signed = self._authenticator.secret.command_digest(*asked.words)
                 uid = await asyncio.to_thread(munge_user, asked.munge, signed, MUNGE_S)
-            return _answer(await self._service.command(asked, given_by(uid, address, asked.by), uid))
+            return _answer(await self._loop.command(asked, given_by(uid, address, asked.by), uid))
         except CommandNotJournalled as error:
             return _problem(504, clean_text(str(error)))
         except (msgspec.DecodeError, ValueError) as error:
@@ -248,7 +230,7 @@ class Server:
 
     async def _ask(self, request: web.Request) -> web.Response:
         try:
-            return _answer(self._service.ask(msgspec.json.decode(await request.read(), type=Ask).incident))
+            return _answer(self._loop.ask(msgspec.json.decode(await request.read(), type=Ask).incident))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
 
