@@ -173,6 +173,21 @@ Phase = Literal["", "checkpoint", "evaluation", "end"]
 ProcessState = Literal["R", "S", "D", "T", "t", "Z", "X", "?"]
 
 
+class LossAlarm(Frozen, frozen=True, kw_only=True):
+    """The loss that a rank prints has gone wrong and does not come back by itself."""
+
+    kind: Literal["nan", "spike", "divergence"]
+    """`nan`: several values in a row were none. `divergence`: half of what was learnt is lost, or it climbs on."""
+    step: int | None = None
+    """The first bad one; None: no steps are known."""
+    interval: int = 1
+    """Steps from one printed value to the next: the first bad step is at most so much earlier."""
+    usual: float = 0.0
+    """The level before."""
+    level: float = 0.0
+    """The level now."""
+
+
 class RankSample(Frozen, frozen=True, kw_only=True):
     """What an agent sees of one rank without disturbing it; sent with each heartbeat."""
 
@@ -207,6 +222,9 @@ class RankSample(Frozen, frozen=True, kw_only=True):
     """So many of its newest reports in a row had a loss (or, for long, a gradient norm) that is no number."""
     bad_since: int | None = None
     """The step of the first of them, where it is known."""
+    watches_loss: bool = False
+    """It tells its loss again and again: an alarm would be seen."""
+    loss_alarm: LossAlarm | None = None
     world: int = 0
     """How many ranks the job has, by the rank's own environment; 0: not told."""
     timeout_s: float | None = None

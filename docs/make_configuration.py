@@ -46,6 +46,9 @@ wait_for_nodes_s = 1800
 [hang]
 patience_s = 1800                         # unproven silence: restart after half an hour
 
+[loss]
+guard = "recommend"
+
 [controller]
 listen = "0.0.0.0:7461"
 
@@ -93,6 +96,7 @@ With scope *job*, three cases need a word:
 
 TABLES = {
     "run": "",
+    "loss": "What is done about a loss that spikes, diverges or stays NaN: [loss.md](loss.md).",
     "hang": "How long unproven silence is tolerated. Proven hangs do not wait for it: [hangs.md](hangs.md).",
     "controller": "",
     "metrics": "[metrics.md](metrics.md) says what is told, and where Prometheus finds it.",

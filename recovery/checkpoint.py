@@ -11,6 +11,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -53,7 +54,13 @@ class Restore(Frozen, frozen=True, kw_only=True, tag="restore"):
     path: str
 
 
-Preparation = SetAside | Restore
+class PutBack(Frozen, frozen=True, kw_only=True, tag="put_back"):
+    """Put a checkpoint that a rollback moved aside back where it was, unless something else is there now."""
+
+    path: str
+
+
+Preparation = SetAside | Restore | PutBack
 
 
 class Resume(Frozen, frozen=True, kw_only=True):
@@ -63,6 +70,35 @@ class Resume(Frozen, frozen=True, kw_only=True):
     """Empty: from the beginning."""
     step: int | None = None
     prepare: tuple[Preparation, ...] = ()
+    skip_batches: int = 0
+    """So many batches after this checkpoint are to be left out: the loss went wrong in them."""
+
+
+class ResumeSituation(Frozen, frozen=True, kw_only=True):
+    """Why a checkpoint is chosen, and with that which ones are too new to be resumed from."""
+
+    kind: Literal["crash", "spike", "bad_numbers", "corruption", "mismatch", "operator"] = "crash"
+    step: int | None = None
+    """`spike`, `bad_numbers`: the first bad step. `operator`: the step to go back to, at most."""
+    margin: int = 0
+    """`spike`: so many steps before the first bad one are left out as well."""
+    before: float | None = None
+    """Only what was written until this time can be good (Unix seconds). `corruption`: the first sign of it, less the
+    time that such a fault may go unseen."""
+    path: str = ""
+    """`mismatch`: the checkpoint that could not be loaded. It and newer ones are left out."""
+
+    @property
+    def not_after_step(self) -> int | None:
+        """The newest step that may be resumed from; None: steps do not matter."""
+        if self.step is None or self.kind in ("crash", "mismatch"):
+            return None
+        if self.kind == "operator":
+            return self.step
+        return self.step - 1 - (self.margin if self.kind == "spike" else 0)
+
+
+CRASH = ResumeSituation()
 
 
 INCOMPLETE = "incomplete: "
@@ -72,6 +108,8 @@ before it is moved, because a rank that was still alive when it was read may hav
 
 TEMPORARY = "its name says that it is still being written"
 """The reason why `tmp-checkpoint-10` is incomplete."""
+ROLLED_BACK = "rolled back: "
+"""Begins the reason of a `SetAside` of a whole checkpoint that is too new: `PutBack` undoes it."""
 POINTER = "pointer"
 """The `format` of a tracker file (`latest`) that is empty or names a checkpoint which is not there."""
 
@@ -86,34 +124,35 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
 def choose(
-    candidates: Sequence[Checkpoint], *, not_after_step: int | None = None
+    candidates: Sequence[Checkpoint], situation: ResumeSituation = CRASH
 ) -> tuple[Checkpoint | None, tuple[Preparation, ...]]:
     """The checkpoint to resume from (None: from the beginning) and the preparations, in their order.
 
-    The newest complete one that is not suspect; a suspect one only when nothing else is left. With `not_after_step`,
-    none of a later (or of an unknown) step is used. What is returned is the checkpoint as it will be after the
-    preparations: a safe copy is returned under the path it is restored to. None as well where a newer one is in doubt:
-    what is older than that is not offered, the script decides. An empty list of candidates is normal.
+    The newest complete one that is not suspect and not too new for the situation; a suspect one only when nothing else
+    is left. What is returned is the checkpoint as it will be after the preparations: a safe copy is returned under the
+    path it is restored to. None as well where a newer one is in doubt: what is older than that is not offered, the
+    script decides. An empty list of candidates is normal.
     """
     candidates = _judged_together(candidates)
-    usable = [found for found in candidates if found.complete and _allowed(found, not_after_step)]
+    too_new = {found: _why_too_new(found, situation, candidates) for found in candidates}
+    usable = [found for found in candidates if found.complete and not too_new[found]]
     trusted = [found for found in usable if not found.suspect]
     chosen = max(_to_go_on(trusted or usable), key=_age, default=None)
     in_place = [found for found in candidates if not found.copy_of]
-    doubtful = [found for found in in_place if found.in_doubt and _allowed(found, not_after_step)]
+    doubtful = [found for found in in_place if found.in_doubt and not too_new[found]]
     doubt = max(doubtful, key=_age, default=None)
     if doubt is not None and (chosen is None or _newer(doubt, chosen)):
-        newer = [(found, _why_not(found, doubt, not_after_step)) for found in in_place if not found.in_doubt]
+        newer = [(found, _why_not(found, doubt, too_new[found])) for found in in_place if not found.in_doubt]
         return None, tuple(SetAside(path=found.path, why=why) for found, why in newer if why)
     preparations: list[Preparation] = []
     restored: set[str] = set()
     if chosen is not None and chosen.copy_of:
-        preparations.extend(_bring_back(chosen, in_place, not_after_step))
+        preparations.extend(_bring_back(chosen, in_place, too_new))
         restored.add(chosen.copy_of)
     for found in sorted(in_place, key=lambda found: found.path):
         if found.path in restored or found == chosen:
             continue
-        why = _why_not(found, chosen, not_after_step)
+        why = _why_not(found, chosen, too_new[found])
         copy = None if found.complete else _copy_for(found, trusted)
         if copy is not None:
             preparations += [SetAside(path=found.path, why=_fault(found)), Restore(copy=copy.path, path=found.path)]
@@ -122,6 +161,15 @@ def choose(
     if chosen is not None and chosen.copy_of:
         chosen = msgspec.structs.replace(chosen, path=chosen.copy_of, copy_of="")
     return chosen, tuple(preparations)
+
+
+def going_on(candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """The complete and trusted ones that a run may go back to, one for each step, the newest first."""
+    whole = [one for one in _judged_together(candidates) if one.complete and not one.suspect and one.step is not None]
+    found: dict[int, Checkpoint] = {}
+    for one in sorted(_to_go_on(whole), key=_age):
+        found[one.step or 0] = one
+    return sorted(found.values(), key=_age, reverse=True)
 
 
 def newest(candidates: Iterable[Checkpoint]) -> Checkpoint | None:
@@ -179,8 +227,21 @@ def _kind(found: Checkpoint) -> str:
     return _NUMBER.sub("#", found.path.rpartition("/")[2])
 
 
-def _allowed(found: Checkpoint, not_after_step: int | None) -> bool:
-    return not_after_step is None or (found.step is not None and found.step <= not_after_step)
+def _why_too_new(found: Checkpoint, situation: ResumeSituation, candidates: Sequence[Checkpoint]) -> str:
+    """Why it must not be resumed from although it is whole; empty when it may be."""
+    limit, before = situation.not_after_step, situation.before
+    if limit is not None and found.step is None:
+        return f"{ROLLED_BACK}it does not tell its step, and the run goes back to step {limit} at the latest"
+    if limit is not None and found.step is not None and found.step > limit:
+        return f"{ROLLED_BACK}it holds step {found.step}, the run goes back to step {limit} at the latest"
+    if before is not None and found.modified_at > before:
+        return f"{ROLLED_BACK}it was written when the run may have gone wrong already"
+    if situation.kind != "mismatch":
+        return ""
+    misfit = next((one for one in candidates if one.path == situation.path), None)
+    if found.path == situation.path or (misfit is not None and not _newer(misfit, found)):
+        return f"{ROLLED_BACK}{situation.path} could not be loaded, and the one before it is used"
+    return ""
 
 
 def _to_go_on(candidates: list[Checkpoint]) -> list[Checkpoint]:
@@ -212,25 +273,25 @@ def _fault(found: Checkpoint) -> str:
     return INCOMPLETE + (found.why or "it cannot be read")
 
 
-def _why_not(found: Checkpoint, chosen: Checkpoint | None, not_after_step: int | None) -> str:
+def _why_not(found: Checkpoint, chosen: Checkpoint | None, too_new: str) -> str:
     """Why `found` must be out of the way when `chosen` is resumed from; empty when it may stay."""
     if chosen is not None and found.format != POINTER and not _newer(found, chosen):
         return ""
     if not found.complete:
         return _fault(found)
-    if not_after_step is not None and found.step is not None and found.step > not_after_step:
-        return f"rolled back: it holds step {found.step}, the run goes back to step {not_after_step} at the latest"
+    if too_new and (found.step is not None or (chosen is not None and chosen.step is None)):
+        return too_new  # beside checkpoints with steps, a file without one is a tokenizer or an export
     if found.suspect and chosen is not None and not chosen.suspect:
         return "suspect: it was written after the numerics went wrong"
     return ""
 
 
-def _bring_back(copy: Checkpoint, in_place: list[Checkpoint], not_after_step: int | None) -> Iterable[Preparation]:
+def _bring_back(copy: Checkpoint, in_place: list[Checkpoint], too_new: dict[Checkpoint, str]) -> Iterable[Preparation]:
     """Put the chosen copy where the script looks, and move aside what is there now."""
     for found in in_place:
         if found.path == copy.copy_of:
-            why = _why_not(found, copy, not_after_step) or (_fault(found) if not found.complete else "")
-            yield SetAside(path=found.path, why=why or "rolled back to the copy of an earlier step")
+            why = _why_not(found, copy, too_new[found]) or (_fault(found) if not found.complete else "")
+            yield SetAside(path=found.path, why=why or f"{ROLLED_BACK}the copy of an earlier step is used")
     yield Restore(copy=copy.path, path=copy.copy_of)
 
 

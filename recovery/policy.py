@@ -15,6 +15,7 @@ from typing import Final, Literal
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Frozen
 from diagnosis.taxonomy import TAXONOMY, FailureClass
+from recovery.checkpoint import ResumeSituation
 from recovery.cordon import Cordon
 
 NOT_WORTH_RETRYING = 90
@@ -67,6 +68,10 @@ class Plan(Frozen, frozen=True, kw_only=True):
     """For `hold`: the circuit breaker stood in the way of the cordons that were wanted."""
     needs_approval: bool = False
     """In mode `recommend`: proposed, not done until `unbroken approve`."""
+    rollback: ResumeSituation | None = None
+    """For `restart`: not from the newest checkpoint, but from one that is old enough for this."""
+    skip_batches: int = 0
+    """After that checkpoint."""
 
 
 class Situation(Frozen, frozen=True, kw_only=True):

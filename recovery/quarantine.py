@@ -21,7 +21,7 @@ from typing import Final, Protocol
 import msgspec
 
 from diagnosis.signals import Frozen
-from recovery.checkpoint import INCOMPLETE, Checkpoint, Preparation, Restore, SetAside, newest
+from recovery.checkpoint import INCOMPLETE, ROLLED_BACK, Checkpoint, Preparation, PutBack, Restore, SetAside, newest
 from recovery.formats import inspect
 from recovery.formats.files import COPIES, SET_ASIDE, shape, step_in_name
 from recovery.formats.folders import TRACKERS, read_pointer
@@ -636,6 +636,10 @@ def prepare(preparations: Sequence[Preparation], bounds: Bounds | None = None) -
         try:
             if isinstance(step, Restore):
                 done += _bring_back(step, bounds) if step.path not in left else []
+            elif isinstance(step, PutBack):
+                sentences, folder = _put_back_again(path, bounds)
+                done += sentences
+                mend |= {folder} if folder is not None else set()
             elif path.name in TRACKERS:
                 strange = bounds.why_not(path) if os.path.lexists(path) else "it is not there"
                 done += [f"{path} was left in place: {strange}"] if strange else []
@@ -716,6 +720,54 @@ def _put_aside(path: Path, step: SetAside, copy: Path | None, bounds: Bounds) ->
     return [f"{path} was moved to {record.moved_to}: {why}"], True
 
 
+def _put_back_again(path: Path, bounds: Bounds) -> tuple[list[str], Path | None]:
+    """Undo a rollback's move: what was done, in words, and the folder whose tracker files are to be mended.
+
+    With it go the small files and links that the rollback changed, where nobody has changed them since.
+    """
+    record = next(filter(None, (_rolled_back(one, bounds) for one in (path, path.parent))), None)
+    if record is None:
+        return [], None  # it is back already, or never was moved
+    there, folder = Path(record.path), Path(record.path).parent
+    if os.path.lexists(there):
+        kept = folder / COPIES / there.name
+        copies = list(kept.iterdir()) if kept.is_dir() and not kept.is_symlink() else []
+        if not any(same_version(os.lstat(copy), there) for copy in copies) or bounds.why_not(there):
+            return [f"{record.moved_to} was not put back: {there} was written again since. Both are kept"], None
+        set_aside(there, "it was the copy of an earlier step, and the rollback to it is undone", bounds)
+    undo(record)
+    done = [f"{record.path} was put back from {record.moved_to}"]
+    for pointer in read_records(folder):
+        if pointer.done in ("pointer", "link") and pointer.at >= record.at:
+            done += _pointed_back(pointer, bounds)
+    return done, folder
+
+
+def _rolled_back(path: Path, bounds: Bounds) -> QuarantineRecord | None:
+    """The newest record of a whole checkpoint of this job that a rollback moved away from there."""
+    home = path.parent / SET_ASIDE
+    found = [
+        record
+        for record in read_records(path.parent)
+        if record.done == "set_aside" and record.path == str(path) and record.job == bounds.job
+        if record.why.startswith(ROLLED_BACK) and Path(record.moved_to).parent == home
+    ]
+    return found[-1] if found else None
+
+
+def _pointed_back(record: QuarantineRecord, bounds: Bounds) -> list[str]:
+    path = Path(record.path)
+    if not record.before or not os.path.lexists(path) or bounds.why_not(path):
+        return []
+    now = os.readlink(path) if record.done == "link" else read_pointer(path)
+    named = path.parent / record.before
+    if now != record.after or path.is_symlink() != (record.done == "link") or not named.exists():
+        return []
+    undo(record)
+    bounds.changed(path)
+    return [f"{path} names {record.before} again"]
+
+
 def _described(record: QuarantineRecord) -> str:
     if record.done != "set_aside":
         return f"{record.path} names {record.after} now; before: {record.before or 'nothing'}"
@@ -723,7 +775,7 @@ def _described(record: QuarantineRecord) -> str:
 
 
 def _explained(step: Preparation, error: OSError) -> PreparationError:
-    what = "put back the safe copy for" if isinstance(step, Restore) else "move aside"
+    what = {SetAside: "move aside", Restore: "put back the safe copy for", PutBack: "put back"}[type(step)]
     hint = {
         errno.ENOSPC: "free some space",
         errno.EDQUOT: "free some of your quota",

@@ -3,6 +3,8 @@
     from recovery import worker
     start = worker.resume_from()      # path of the checkpoint to load, or None
     worker.heartbeat(step)            # once a step; costs a microsecond or two
+    worker.heartbeat(step, loss=loss) # the same, and the loss is watched though nothing is printed
+    skip = worker.skip()              # batches to leave out after that checkpoint, where the loss went wrong; mostly 0
     worker.phase("checkpoint")        # a pause is about to come; phase("") when it is over
 
 Outside `unbroken run` all of it does nothing. Nothing here ever raises or blocks.
@@ -17,12 +19,13 @@ from typing import Optional
 _last_step: Optional[int] = None  # noqa: UP045 (Python 3.9)
 
 
-def heartbeat(step: int) -> None:
-    """Tell the agent that the run is at this step."""
+def heartbeat(step: int, loss: Optional[float] = None) -> None:  # noqa: UP045 (Python 3.9)
+    """Tell the agent that the run is at this step. A tensor as `loss` is read here, which waits for the GPU."""
     global _last_step
     try:
         _last_step = int(step)
-        _write(f"step {_last_step}\n")
+        told = "" if loss is None else f" loss {float(loss):.6g}"
+        _write(f"step {_last_step}{told}\n")
     except Exception:  # a step that is no number
         pass
 
@@ -41,6 +44,15 @@ def phase(name: str) -> None:
 def resume_from() -> Optional[str]:  # noqa: UP045 (Python 3.9)
     """The checkpoint that this attempt is to load; None: begin at the beginning, or as the script always does."""
     return os.environ.get("UNBROKEN_RESUME_FROM") or None
+
+
+def skip() -> int:
+    """How many batches after the checkpoint of this attempt are to be left out: the loss went wrong in them.
+
+    Add it to what the script saves of its place in the data: an attempt from a later checkpoint is not told again.
+    """
+    value = os.environ.get("UNBROKEN_SKIP_BATCHES", "")
+    return int(value) if value.isascii() and value.isdigit() else 0
 
 
 def attempt() -> int:

@@ -27,6 +27,7 @@ from diagnosis.signals import Frozen
 from diagnosis.text import redact
 from recovery.cordon import DRAIN_FOLDER
 from recovery.policy import Mode
+from recovery.rollback import Guard
 from supervisor.errors import ConfigError
 from supervisor.files import open_regular, read_own, write_atomically
 from supervisor.messages import JobSpec
@@ -122,6 +123,19 @@ class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
     off: Annotated[
         bool, _knob("Unproven silence is only reported, never acted on. `--patience S` switches it on again.", "job")
     ] = False
+
+
+class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done about a loss that spikes, diverges or stays NaN (docs/loss.md)."""
+
+    guard: Annotated[
+        Guard,
+        _knob(
+            "A loss that went wrong. `off`: nothing; `recommend`: tell what to do; `enforce`: roll back by itself.",
+            "job",
+            see="loss.md",
+        ),
+    ] = "recommend"
 
 
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,6 +234,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     run: RunSettings = RunSettings()
     hang: HangSettings = HangSettings()
+    loss: LossSettings = LossSettings()
     controller: ControllerSettings = ControllerSettings()
     metrics: MetricsSettings = MetricsSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -241,6 +256,7 @@ ENVIRONMENT = {
     "hang.patience_s": "UNBROKEN_PATIENCE_S",
     "hang.factor": "UNBROKEN_PATIENCE_FACTOR",
     "hang.off": "UNBROKEN_PATIENCE_OFF",
+    "loss.guard": "UNBROKEN_LOSS_GUARD",
     "controller.listen": "UNBROKEN_LISTEN",
     "controller.tls_cert": "UNBROKEN_TLS_CERT",
     "controller.tls_key": "UNBROKEN_TLS_KEY",
@@ -271,6 +287,10 @@ OTHER_VARIABLES = {
         "`0`: ranks start a Python of their own, and are not forked from the one that has imported torch",
     ),
     "UNBROKEN_RESUME_FROM": ("agent, for the script", "the newest complete checkpoint, from the second attempt on"),
+    "UNBROKEN_SKIP_BATCHES": (
+        "agent, for the script",
+        "how many batches after that checkpoint to leave out, after a rollback for the loss (docs/loss.md)",
+    ),
     "UNBROKEN_ATTEMPT": ("agent, for the script", "the number of the attempt"),
     "UNBROKEN_JOB_DIR": ("agent, for the script", "the job folder"),
     "UNBROKEN_HEARTBEAT_FD": ("agent, for the script", "a descriptor to which the script may write its step"),

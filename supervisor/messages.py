@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from diagnosis.incident import HangReport, Opinion
-from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankSample, clean_line
+from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, LossAlarm, NodeEvidence, RankSample, clean_line
 from recovery.checkpoint import Checkpoint, Preparation, Resume
 from recovery.policy import Mode
+from recovery.rollback import Guard
 from recovery.scheduling import RequestOutcome
 from supervisor.node_diff import Difference
 
@@ -58,6 +59,8 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     """How often what a place in the code needed before it is given again."""
     patience_off: bool = False
     """Unproven silence is only told."""
+    loss_guard: Guard = "recommend"
+    """What is done about a loss that went wrong."""
 
 
 class StoreOffer(Frozen, frozen=True, kw_only=True):
@@ -548,6 +551,19 @@ class NumbersSeen(Event, frozen=True, kw_only=True, tag="numbers_seen"):
     """Who prints it; of many the first 16."""
 
 
+class LossSeen(Event, frozen=True, kw_only=True, tag="loss_seen"):
+    """The loss that ranks print has gone wrong and does not come back by itself, or (no `alarm`) it is well again.
+
+    Sent when that has changed, and once a minute while it lasts."""
+
+    attempt: int
+    alarm: LossAlarm | None = None
+    ranks: tuple[int, ...] = ()
+    """Who prints it; of many the first 16."""
+    step: int | None = None
+    """The newest."""
+
+
 class SpaceSeen(Event, frozen=True, kw_only=True, tag="space_seen"):
     """Whether a node's disks have room, while the job waits for it; sent when that has changed."""
 
@@ -572,7 +588,9 @@ class TimerFired(Event, frozen=True, kw_only=True, tag="timer_fired"):
     timer: str
 
 
-CommandName = Literal["pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject"]
+CommandName = Literal[
+    "pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject", "rollback"
+]
 
 
 class CommandRequest(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -696,6 +714,7 @@ AnyEvent = (
     | VersionsCompared
     | StragglersSeen
     | NumbersSeen
+    | LossSeen
     | SpaceSeen
     | StopRequested
     | NodeDone

@@ -128,6 +128,13 @@ KINDS: Final[dict[str, Kind]] = {
     "bad_numbers_to_the_end": _kind(
         "{incident}: the loss was NaN or infinite[ from step {from_step}] to the end of the run"
     ),
+    "loss_advice": _kind("{incident}: the loss does not come back by itself. {why}"),
+    "rolled_back": _kind(
+        "back to step {step} ({checkpoint})[: {lost_steps:#step} lost][, about {lost_min} min]"
+        "[; {aside:#newer checkpoint} moved aside, `unbroken rollback --undo` puts back]"
+        "[; the next {skip} batches are left out]"
+    ),
+    "rollback_undone": _kind("the rollback is undone: {checkpoints} put back, unless written again since"),
     "recovered": _kind(
         "recovered[ at step {step}] in {took_s:took} s[, {lost_steps:#step} lost] ({incident}: {what}); "
         "[!checkpoint?the script chose what to resume from][offered?the script was offered {checkpoint}]"
@@ -144,6 +151,10 @@ KINDS: Final[dict[str, Kind]] = {
     "command_too_late": _kind("{command}: the job has ended already"),
     "ends_by_itself": _kind("every rank has ended with code 0: the job ends as complete within a minute"),
     "nothing_runs_yet": _kind("nothing runs yet: the job waits for {what}"),
+    "no_checkpoint": _kind("no good checkpoint is known: there is nothing to go back to"),
+    "one_checkpoint": _kind("{checkpoint} is the only good checkpoint: there is none before it"),
+    "no_such_step": _kind("no good checkpoint has step {step}; known steps: {steps}"),
+    "no_rollback": _kind("no rollback was done, or it is undone already: there is nothing to put back"),
     "needs_a_node": _kind("{command} needs the name of a node"),
     "gpu_not_cordoned": _kind("{place} is not cordoned; [{where} is ({why})][!where?the node is not cordoned either]"),
     "mode_unknown": _kind("unknown mode {mode!r}: observe, recommend or enforce"),

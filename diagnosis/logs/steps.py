@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from diagnosis.logs.loss import LossWatch
+from diagnosis.signals import LossAlarm
 from diagnosis.text import shape
 
 NEWEST: Final = 16
@@ -46,6 +48,14 @@ _VALUE: Final = (
 )
 """A number, also as text (`'nan'`, HF Trainer) and as Lightning's bars pad it (`nan.0`)."""
 _LOSS: Final = re.compile(rb"loss(?:_step|_epoch)?" + _VALUE)
+_RATE: Final = re.compile(rb"(?<![a-z0-9])(?:lr|learning[ _]rate)" + _VALUE)
+_PART_OF_LOSS: Final = re.compile(rb"([a-z][a-z0-9]*)[ _\-/.]$")
+_WHOLE_LOSS: Final = frozenset(
+    b"train training lm total global mean avg average batch model running step iter iteration ce nll xent".split()
+)
+"""Words before `loss` that leave it the loss itself; all others name a part of it (`aux loss`, `kl_loss`)."""
+_DIGITS: Final = re.compile(rb"[-+]?\d[\d.,:]*(?:e[-+]?\d+)?|nan|inf(?:inity)?")
+_LETTERS: Final = re.compile(rb"[^a-z]+")
 _NORM: Final = re.compile(rb"(?<![a-z0-9])(?:global[ _]|total[ _])?grad(?:ient)?s?[ _]?norm" + _VALUE)
 _NAN_ITERATIONS: Final = re.compile(rb"number of nan iterations:\s{1,4}(\d{1,9})\b")
 _OF_NO_TRAINING: Final = (b"val", b"eval", b"test", b"best", b"min", b"prev")
@@ -118,6 +128,10 @@ class Places(NamedTuple):
     losses: tuple[tuple[int, int, bool], ...]
     norm: tuple[int, int] | None
     """The position of the gradient norm."""
+    watched: tuple[int, int, bytes] | None
+    """The position of the loss whose course is watched, and the words before it."""
+    rate: tuple[int, int] | None
+    """The position of the learning rate."""
     nans: tuple[int, int] | None
     """The position of Megatron's count of iterations whose loss was no number."""
     hints: tuple[tuple[int, Phase | Literal["over"]], ...]
@@ -138,6 +152,8 @@ def _search(line: bytes) -> Places | None:
         ),
         losses=tuple(losses(line)) if b"loss" in line else (),
         norm=_span(_NORM, line) if b"norm" in line else None,
+        watched=_watched(line) if b"loss" in line else None,
+        rate=_span(_RATE, line) if b"loss" in line and (b"lr" in line or b"learning" in line) else None,
         nans=_span(_NAN_ITERATIONS, line) if b"nan iterations" in line else None,
         hints=_hints_in(line),
     )
@@ -145,6 +161,18 @@ def _search(line: bytes) -> Places | None:
 
 
 _remembered = functools.lru_cache(SHAPES_KEPT)(_search)
+
+
+def _watched(line: bytes) -> tuple[int, int, bytes] | None:
+    """The first loss of the training that is no part of one. Lines of other words before it are another curve."""
+    for start, end, training in losses(line):
+        head = line[max(0, start - 400) : start]
+        part = _PART_OF_LOSS.search(head[: head.rfind(b"loss")][-40:])
+        if training and (part is None or part[1] in _WHOLE_LOSS):
+            if EVALUATION_BARS.search(head):
+                return None
+            return start, end, _LETTERS.sub(b" ", _DIGITS.sub(b" ", head))[-80:]
+    return None
 
 
 def _span(pattern: re.Pattern[bytes], line: bytes) -> tuple[int, int] | None:
@@ -272,6 +300,46 @@ class _Counter:
         return None if self.total is None or self.base or self.epochal or self.total < self.value else self.total
 
 
+CURVES: Final = 8
+"""Losses of one stream that are told apart."""
+WATCHED: Final = 5
+"""A loss that was printed so often is watched."""
+LASTING: Final = 3
+"""So many bad reports in a row do not pass by themselves: a loss scaler skips one, or two."""
+
+
+class LossCurves:
+    """The losses of one stream, told apart by the words before them; the one that is printed most often counts."""
+
+    def __init__(self) -> None:
+        self._curves: dict[bytes, LossWatch] = {}
+
+    def feed(self, words: bytes, step: int | None, value: float, rate: float | None = None) -> None:
+        watch = self._curves.get(words)
+        if watch is None:
+            if len(self._curves) >= CURVES:
+                del self._curves[min(self._curves, key=lambda key: self._curves[key].count)]
+            watch = self._curves[words] = LossWatch()
+        watch.feed(step, value, rate)
+
+    def begin_again(self) -> None:
+        """What follows is of the next attempt."""
+        for watch in self._curves.values():
+            watch.begin_again()
+
+    @property
+    def _best(self) -> LossWatch | None:
+        return max(self._curves.values(), key=lambda watch: watch.count, default=None)
+
+    @property
+    def watched(self) -> bool:
+        return self._best is not None and self._best.count >= WATCHED
+
+    @property
+    def alarm(self) -> LossAlarm | None:
+        return None if self._best is None else self._best.alarm
+
+
 class StepReader:
     """Reads one stream. All properties are the newest values."""
 
@@ -283,6 +351,7 @@ class StepReader:
         self.phase: Phase = ""
         """The phase that the latest lines name, until a step follows."""
         self.loss: float | None = None
+        self.curves = LossCurves()
         self.bad_reports = 0
         """So many of the newest lines in a row had a loss that is no number, as trainers print it: Megatron leaves it
         out and counts it, HF Trainer prints 0 beside a gradient norm of NaN (twice in a row). Or five such norms.
@@ -305,6 +374,18 @@ class StepReader:
     def last_step(self) -> int | None:
         """The step at which the run will be complete, if the output says so."""
         return None if self._best is None else self._best.last_step
+
+    @property
+    def loss_alarm(self) -> LossAlarm | None:
+        """The loss has gone wrong and does not come back by itself."""
+        if self.bad_reports >= LASTING:
+            return LossAlarm(kind="nan", step=self.bad_since, interval=self._interval)
+        return self.curves.alarm
+
+    @property
+    def _interval(self) -> int:
+        """Steps from one line to the next."""
+        return max(1, self._best.increment) if self._best is not None else 1
 
     def feed(self, data: bytes) -> None:
         """Read more output: any bytes, cut anywhere. Never raises."""
@@ -469,6 +550,13 @@ class StepReader:
         nans = int(newest[slice(*found.nans)]) if found.nans is not None else 0
         loss = next((value for value in told if not math.isfinite(value)), told[-1] if told else None)
         self._note_numbers(loss, norm, nans, len(lines))
+        if found.watched is not None:
+            first, end, words = found.watched
+            increment = self._best.increment if self._best is not None else 0
+            for index, line in enumerate(lines, 1 - len(lines)):
+                step = None if self.step is None else self.step + index * increment
+                rate = float(line[slice(*found.rate)]) if found.rate is not None else None
+                self.curves.feed(words, step, float(line[first:end]), rate)
 
     def _note_numbers(self, loss: float | None, norm: float | None, nans: int, times: int = 1) -> None:
         """What `times` lines say of the training's numbers. `nans`: iterations whose loss was none."""

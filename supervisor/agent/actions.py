@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from recovery.checkpoint import PutBack
 from recovery.cordon import DrainRequest, clean_reason, may_be_asked, request_file
 from recovery.quarantine import PreparationError, prepare
 from supervisor.agent.checkpoints import CheckpointMonitor
@@ -317,6 +318,7 @@ class ActionRunner:
                 self._state.notices.show(line)
         if bounds.placed:
             self._checkpoints.placed(bounds.placed)
+        if bounds.placed or any(isinstance(step, PutBack) for step in assignment.prepare):
             await self._checkpoints.scan_now()
         self._state.prepare_error = ""
         self._state.saved.prepared = attempt
@@ -326,12 +328,17 @@ class ActionRunner:
         assert formed is not None
         env = {"UNBROKEN_ATTEMPT": str(attempt), "UNBROKEN_JOB_DIR": self._plan.job_dir}
         args: list[str] = []
+        skip = resume.skip_batches if resume is not None else 0
+        if skip:
+            env["UNBROKEN_SKIP_BATCHES"] = str(skip)
         if resume is not None and resume.path and await self._may_resume(resume.path, formed):
             env["UNBROKEN_RESUME_FROM"] = resume.path
             step = "" if resume.step is None else str(resume.step)
             if attempt > 1:
                 args = [
-                    word.replace("{resume_from}", resume.path).replace("{resume_step}", step)
+                    word.replace("{resume_from}", resume.path)
+                    .replace("{resume_step}", step)
+                    .replace("{skip_batches}", str(skip))
                     for word in shlex.split(self._plan.settings.run.restart_args)
                 ]
         await self._keeper.request(op="attempt", number=attempt, args=args, env=env)

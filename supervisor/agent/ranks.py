@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 
 from diagnosis import rules
-from diagnosis.logs.steps import StepReader
+from diagnosis.logs.steps import LASTING, LossCurves, StepReader
 from diagnosis.rules import Rules
-from diagnosis.signals import Finding, Frozen, Phase, ProcessState, RankSample
+from diagnosis.signals import Finding, Frozen, LossAlarm, Phase, ProcessState, RankSample
 from supervisor.agent.procfs import RankProcessReader, blocked
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
@@ -42,6 +42,8 @@ class RankMonitor:
         self._rules = rules
         self._offsets = offsets
         self._trackers: dict[int, RankTracker] = {}
+        self._curves: dict[int, list[LossCurves]] = {}
+        """Rank -> the losses of its streams in the attempt before: it goes on from an earlier step of them."""
         self.attempt = 0
 
     def follow(self, attempt: int, workers: Sequence[WorkerProcess]) -> None:
@@ -52,7 +54,9 @@ class RankMonitor:
         missing = [worker for worker in workers if worker.rank not in self._trackers]
         streams = read_streams(self._paths.streams(attempt)) if missing else ()
         for worker in missing:
-            self._trackers[worker.rank] = RankTracker(worker, self._paths, streams, self._rules, self._offsets)
+            tracker = RankTracker(worker, self._paths, streams, self._rules, self._offsets)
+            tracker.go_on_from(self._curves.pop(worker.rank, []))
+            self._trackers[worker.rank] = tracker
         for worker in workers:
             self._trackers[worker.rank].worker = worker
 
@@ -93,6 +97,7 @@ class RankMonitor:
         return {path: offset for tracker in self._trackers.values() for path, offset in tracker.offsets().items()}
 
     def close(self) -> None:
+        self._curves = {rank: tracker.curves for rank, tracker in self._trackers.items()}
         for tracker in self._trackers.values():
             tracker.close()
         self._trackers.clear()
@@ -117,6 +122,10 @@ class RankTracker:
         self._beacon = BeaconFile(paths.rank_file(worker.attempt, worker.rank, "beacon"))
         self._tails = [OutputTail(s.path, offsets.get(s.path, 0)) for s in streams if s.rank == worker.rank]
         self._steps = [StepReader() for _ in self._tails]
+        self._told_losses = LossCurves()
+        """Of `recovery.worker.heartbeat`."""
+        self._told_bad: list[int] = []
+        """The newest steps in a row whose loss, as told there, was no number."""
         self._moved_at = self._read_at = self._now()
         """`_read_at`: when its output was read last."""
         self._waiting_since: float | None = None
@@ -138,6 +147,21 @@ class RankTracker:
         self._findings = 0
         self._rests: dict[str, bytes] = {}
         self._read_to_the_end = False
+
+    @property
+    def curves(self) -> list[LossCurves]:
+        """For the tracker of the next attempt (`go_on_from`)."""
+        return [self._told_losses, *(steps.curves for steps in self._steps)]
+
+    def go_on_from(self, curves: Sequence[LossCurves]) -> None:
+        """What the losses of this rank's last attempt were like."""
+        if len(curves) != 1 + len(self._steps):
+            return
+        for one in curves:
+            one.begin_again()
+        self._told_losses = curves[0]
+        for steps, one in zip(self._steps, curves[1:], strict=True):
+            steps.curves = one
 
     def look(self) -> tuple[list[Finding], bool]:
         """Look once; new findings in the output, and whether more output waits to be read."""
@@ -264,12 +288,31 @@ class RankTracker:
         if beacon is None:
             return
         self._newest = beacon
+        self._read_losses(beacon, before)
         if beacon.groups != before.groups:
             now = self._now()
             # The beacon knows better than we do when this was.
             self._moved_at = max(self._moved_at, min(now, beacon.monotonic))
             waiting = any(enqueued > completed for enqueued, completed in beacon.groups.values())
             self._waiting_since = now if waiting else None
+
+    def _read_losses(self, beacon: BeaconReading, before: BeaconReading) -> None:
+        """What the script has told since the last look."""
+        known = before.losses[-1][0] if before.losses else -1
+        for step, loss in beacon.losses:
+            if step <= known:
+                continue
+            if loss is None:
+                self._told_bad = [*self._told_bad[: LASTING - 1], step]
+            else:
+                self._told_bad = []
+                self._told_losses.feed(b"", step, loss)
+
+    def _loss_alarm(self) -> LossAlarm | None:
+        if len(self._told_bad) >= LASTING:
+            return LossAlarm(kind="nan", step=self._told_bad[0])
+        alarms = [self._told_losses.alarm, *(steps.loss_alarm for steps in self._steps)]
+        return next((alarm for alarm in alarms if alarm is not None), None)
 
     @property
     def shows_progress(self) -> bool:
@@ -305,6 +348,8 @@ class RankTracker:
             phase=next((phase for phase in phases if phase), ""),
             bad_reports=worst.bad_reports if worst is not None else 0,
             bad_since=worst.bad_since if worst is not None and worst.bad_reports else None,
+            watches_loss=any(curves.watched for curves in self.curves),
+            loss_alarm=self._loss_alarm(),
             world=beacon.world,
             timeout_s=beacon.timeout_s,
             locked_s=None if self._locked_since is None else round(now - self._locked_since, 3),
@@ -422,6 +467,8 @@ class BeaconReading(Frozen, frozen=True, kw_only=True):
     """CLOCK_MONOTONIC of the node when the beacon thread last ran; 0: never."""
     groups: dict[str, tuple[int, int]] = {}
     step: int | None = None
+    losses: tuple[tuple[int, float | None], ...] = ()
+    """The newest steps with the losses that the script told; None for one that is no number."""
     phase: Phase = ""
     world: int = 0
     """WORLD_SIZE; 0: not known."""

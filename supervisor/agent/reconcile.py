@@ -28,6 +28,7 @@ PATH_CHARACTERS = 4096
 FOLDERS = 64
 PREPARATIONS = 256
 NOTICES = 10_000
+SKIPPED_BATCHES = 1_000_000
 STOP_SIGNALS = frozenset({"SIGINT", "SIGTERM"})
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{0,255}")
 """Empty, with port 0, where a controller that lost its journal found ranks that run already."""
@@ -74,6 +75,8 @@ def _paths(assignment: Assignment) -> str:
     watched = assignment.space.folders if assignment.space is not None else ()
     if len(assignment.prepare) > PREPARATIONS or max(len(assignment.checkpoint_folders), len(watched)) > FOLDERS:
         return "it names too many paths"
+    if assignment.resume is not None and not 0 <= assignment.resume.skip_batches <= SKIPPED_BATCHES:
+        return f"it skips {assignment.resume.skip_batches} batches"
     if len(assignment.notices) > NOTICES:
         return "it has too many notices"
     paths = [*assignment.checkpoint_folders, *watched]

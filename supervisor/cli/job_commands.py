@@ -331,6 +331,22 @@ def restart(job: JobHandle, **options: Any) -> None:
 
 
 @click.command()
+@click.argument("step", metavar="[STEP]", type=click.IntRange(0), required=False)
+@click.option("--skip", type=click.IntRange(0, 1_000_000), metavar="N", help="Leave out N batches (docs/loss.md).")
+@click.option("--undo", is_flag=True, help="Put back what the last rollback moved aside, and restart from the newest.")
+@command_options
+def rollback(job: JobHandle, step: int | None, skip: int | None, undo: bool, **options: Any) -> None:
+    """Restart from an older checkpoint: that of STEP, or the one before the newest.
+
+    Newer checkpoints are moved aside, not deleted. The command first says which steps are lost.
+    """
+    if undo and (step is not None or skip is not None):
+        raise click.UsageError("--undo takes no STEP and no --skip: it goes back to the newest checkpoint")
+    argument = "--undo" if undo else "" if step is None else str(step)
+    give(job, "rollback", argument + (f" --skip {skip}" if skip else ""), interrupts="always", **options)
+
+
+@click.command()
 @command_options
 def stop(job: JobHandle, **options: Any) -> None:
     """End the job: the workers get SIGTERM, later SIGKILL."""
@@ -390,7 +406,7 @@ def reject(job: JobHandle, what: str, **options: Any) -> None:
     give(job, "reject", what, **options)
 
 
-OPERATOR_COMMANDS = (pause, resume, restart, stop, cordon, uncordon, mode, approve, reject)
+OPERATOR_COMMANDS = (pause, resume, restart, rollback, stop, cordon, uncordon, mode, approve, reject)
 
 
 # ----- giving one -----

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from diagnosis.hang import watch as hang
-from diagnosis.signals import RankSample
+from diagnosis.signals import LossAlarm, RankSample
 from diagnosis.stragglers import StragglerWatch
 from supervisor import messages as m
 from supervisor.node_diff import Difference, NodeDiffMonitor
@@ -40,6 +40,8 @@ STALL_S = 2.0
 PROGRESS_EVERY_S = 10.0
 """Steps are told so often; before whatever a step matters to, the newest is told first."""
 NUMBERS_EVERY_S = 10.0
+LOSS_AGAIN_S = 60.0
+"""A loss that is wrong is told again after so long: the job may have been busy with something else."""
 """A loss that is a number now and none then is told at most so often."""
 CLOCK_SLACK_S = 2.0
 """More than the time between two heartbeats: what moved until the silence began does not move on in it."""
@@ -136,6 +138,11 @@ class HeartbeatEvents:
         """Ranks whose newest loss is no number -> the step from which on."""
         self._numbers_told = (False, 0.0)
         """Whether the newest word was that they are bad, and when it was."""
+        self._watching: set[int] = set()
+        """Ranks that print their loss again and again."""
+        self._alarms: dict[int, LossAlarm] = {}
+        self._loss_told: tuple[str, float] = ("", 0.0)
+        """The kind of the alarm that was told last (none: it is well), and when."""
         self._ticked_at: float | None = None
 
     def observe(self, beat: m.Heartbeat, now: float) -> list[m.AnyEvent]:
@@ -308,6 +315,7 @@ class HeartbeatEvents:
         self._look_at_ranks(beat, seen, now)
         self._progress(now, events)
         self._numbers(now, events)
+        self._loss(now, events)
         stopped: list[int] = []
         for sample in sorted(
             (s for s in beat.ranks if s.exit is not None), key=lambda s: s.exit.order if s.exit else 0
@@ -346,6 +354,9 @@ class HeartbeatEvents:
         self._broken = False
         self._bad_since.clear()
         self._numbers_told = (False, 0.0)
+        self._watching.clear()
+        self._alarms.clear()
+        self._loss_told = ("", 0.0)
         self._watch.start(now, attempt)
         self._stragglers.start(now)
 
@@ -377,6 +388,12 @@ class HeartbeatEvents:
                 self._bad_since[sample.rank] = sample.bad_since
             else:
                 self._bad_since.pop(sample.rank, None)
+            if sample.watches_loss:
+                self._watching.add(sample.rank)
+            if sample.loss_alarm is not None:
+                self._alarms[sample.rank] = sample.loss_alarm
+            else:
+                self._alarms.pop(sample.rank, None)
 
     def _progress(self, now: float, events: list[m.AnyEvent]) -> None:
         """The first sign of life, the first two steps (one alone may mislead), then at most one event every 10 s."""
@@ -406,6 +423,21 @@ class HeartbeatEvents:
         ranks = tuple(sorted(self._bad_since)[:16])
         step = first if bad else self._step
         events.append(m.NumbersSeen(at=now, attempt=self._attempt, bad=bad, step=step, ranks=ranks))
+
+    def _loss(self, now: float, events: list[m.AnyEvent]) -> None:
+        """An alarm counts if most of the ranks that print a loss agree; NaN of one rank soon is that of all."""
+        kinds: list[str] = [alarm.kind for alarm in self._alarms.values()]
+        most = 2 * len(kinds) > len(self._watching)
+        kind = "nan" if "nan" in kinds else max(kinds, key=kinds.count) if kinds and most else ""
+        told, told_at = self._loss_told
+        if kind == told and (not kind or now - told_at < LOSS_AGAIN_S):
+            return
+        self._loss_told = (kind, now)
+        ranks = sorted(rank for rank, alarm in self._alarms.items() if alarm.kind == kind)
+        alarms = [self._alarms[rank] for rank in ranks]
+        first = min(alarms, key=lambda alarm: (alarm.step is None, alarm.step), default=None)
+        self._tell_step(now, events)
+        events.append(m.LossSeen(at=now, attempt=self._attempt, alarm=first, ranks=tuple(ranks[:16]), step=self._step))
 
     def _launcher(self, beat: m.Heartbeat, seen: _Seen, now: float, first: bool, events: list[m.AnyEvent]) -> None:
         if beat.launcher == "ended" and seen.launcher != "ended":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from diagnosis.incident import Verdict
+from diagnosis.signals import rank_names
 from diagnosis.taxonomy import TAXONOMY
 from supervisor import messages as m
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
@@ -265,6 +266,11 @@ def _tell_more(event: m.AnyEvent) -> tuple[str, bool]:
         case m.NumbersSeen():
             step = "" if event.step is None else f" at step {event.step}"
             return f"the loss is {'NaN or infinite' if event.bad else 'a number again'}{step}", True
+        case m.LossSeen():
+            if event.alarm is None:
+                return "the loss is well again", True
+            since = "" if event.alarm.step is None else f" since step {event.alarm.step}"
+            return f"the loss of {rank_names(event.ranks)} has gone wrong ({event.alarm.kind}){since}", True
         case m.VersionsCompared():
             return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
         case m.StopRequested():
@@ -429,6 +435,8 @@ def _last_decided(records: Sequence[Record]) -> dict[int, int]:
 
 
 NAMES_SHOWN = 8
+REPEATED = frozenset({"rolled_back", "rollback_undone"})
+"""Notes that a dry run repeats as they are."""
 
 
 def dry_run(where: Path, command: m.OperatorCommand) -> dict[str, Any]:
@@ -491,6 +499,7 @@ def _consequences(
         told += _next_attempt(job, attempt, new)
     if job.waiting and job.waiting != waiting:
         told.append(f"the job would wait for: {job.waiting}")
+    told += [text_of(one) for one in actions if isinstance(one, m.Note) and one.kind in REPEATED]
     for action in actions:
         if isinstance(action, m.SchedulerRequest):
             about = action.node or (

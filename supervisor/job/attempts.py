@@ -17,7 +17,18 @@ from typing import Literal
 import msgspec
 
 from diagnosis.signals import ExitRecord, NodeEvidence
-from recovery.checkpoint import Checkpoint, Preparation, Resume, newest
+from recovery.checkpoint import (
+    CRASH,
+    ROLLED_BACK,
+    Checkpoint,
+    Preparation,
+    PutBack,
+    Resume,
+    ResumeSituation,
+    SetAside,
+    going_on,
+    newest,
+)
 from supervisor import messages as m
 from supervisor.job.core import (
     CloseFailures,
@@ -49,7 +60,7 @@ STEPS_KEPT = 64
 SUSPECTS_KEPT = 64
 SPANS_KEPT = 8
 
-Choose = Callable[[Sequence[Checkpoint]], tuple[Checkpoint | None, tuple[Preparation, ...]]]
+Choose = Callable[[Sequence[Checkpoint], ResumeSituation], tuple[Checkpoint | None, tuple[Preparation, ...]]]
 
 
 class Checkpoints:
@@ -64,14 +75,24 @@ class Checkpoints:
         """Where ranks were seen to write them: a node that never wrote one must know where to look."""
         self.last_good = ""
         """A complete checkpoint that was seen last."""
-        self._suspect_spans: list[tuple[float, float | None]] = []
-        """Checkpoints modified within are suspect."""
+        self._suspect_spans: list[tuple[float, float | None, int | None]] = []
+        """Checkpoints modified within are suspect: from, until, and the step up to which they are good all the same."""
         self._suspect_after: int | None = None
         """The step at which the numbers were seen to be wrong."""
         self._suspects: deque[tuple[str, float]] = deque(maxlen=SUSPECTS_KEPT)
         """Path and time of those of a later step that came while the numbers were wrong: storage has its own clock."""
         self._step_when_saved: dict[str, int] = {}
         """Checkpoints that do not tell their step: the run's step when they appeared."""
+        self._situation = CRASH
+        """Which checkpoints the attempt that is being formed may resume from."""
+        self._moved: dict[str, None] = {}
+        """What the last rollback has moved aside, or is about to."""
+        self._put_back: tuple[PutBack, ...] = ()
+        """To be done before the attempt that is being formed: that rollback is undone."""
+        self._vouched: deque[str] = deque(maxlen=SUSPECTS_KEPT)
+        """An operator has put these back: they are as good as others."""
+        self._skip: tuple[str, int | None, int] = ("", None, 0)
+        """Path and step of the checkpoint of the last rollback, and how many batches after it are left out."""
         self._members: tuple[str, ...] = ()
         """For whom the newest choice was made."""
         self._member_set: frozenset[str] = frozenset()
@@ -102,8 +123,12 @@ class Checkpoints:
 
     def _marked(self, checkpoint: Checkpoint) -> Checkpoint:
         at = checkpoint.modified_at
-        within = any(since <= at and (until is None or at <= until) for since, until in self._suspect_spans)
-        if within or (checkpoint.path, at) in self._suspects:
+        step = checkpoint.step
+        within = any(
+            since <= at and (until is None or at <= until) and (good is None or step is None or step > good)
+            for since, until, good in self._suspect_spans
+        )
+        if (within or (checkpoint.path, at) in self._suspects) and checkpoint.path not in self._vouched:
             return msgspec.structs.replace(checkpoint, suspect=True)
         return checkpoint
 
@@ -117,10 +142,35 @@ class Checkpoints:
 
     def choose(self, members: tuple[str, ...]) -> tuple[Resume, tuple[Preparation, ...]]:
         """Where the next attempt resumes, and what is to be prepared for that. Raises whatever the choice raises."""
-        checkpoint, prepare = self._choose(self.candidates(members))
+        checkpoint, prepare = self._choose(self.candidates(members), self._situation)
+        if checkpoint is None and self._situation != CRASH:
+            return Resume(prepare=self._put_back), self._put_back  # nothing is moved away for the sake of nothing
+        for one in prepare:
+            if self._situation != CRASH and isinstance(one, SetAside) and one.why.startswith(ROLLED_BACK):
+                self._moved[one.path] = None
+        prepare = (*self._put_back, *prepare)
         if checkpoint is None:
             return Resume(prepare=prepare), prepare
-        return Resume(path=checkpoint.path, step=checkpoint.step, prepare=prepare), prepare
+        path, step, batches = self._skip
+        skip = batches if (path, step) == (checkpoint.path, checkpoint.step) else 0
+        return Resume(path=checkpoint.path, step=checkpoint.step, prepare=prepare, skip_batches=skip), prepare
+
+    def ways_back(self, members: tuple[str, ...]) -> list[Checkpoint]:
+        """Good ones of different steps, the newest first."""
+        return going_on(self.candidates(members))
+
+    def preview(
+        self, situation: ResumeSituation, members: tuple[str, ...]
+    ) -> tuple[Checkpoint | None, tuple[str, ...]]:
+        """Where a rollback would lead (None: nowhere), and which checkpoints it would move aside."""
+        checkpoint, prepare = self._choose(self.candidates(members), situation)
+        rolled = (one for one in prepare if isinstance(one, SetAside) and one.why.startswith(ROLLED_BACK))
+        return checkpoint, tuple(one.path for one in rolled)
+
+    @property
+    def moved_by_rollback(self) -> tuple[str, ...]:
+        """What the last rollback moved aside, as far as it has not been undone."""
+        return tuple(self._moved)
 
     # ----- changes -----
 
@@ -145,20 +195,49 @@ class Checkpoints:
         self.folders = folders
         return changed
 
-    def suspect_from(self, at: float, step: int | None) -> None:
-        self._suspect_spans.append((at, None))
+    def roll_back(self, situation: ResumeSituation, members: tuple[str, ...], skip_batches: int = 0) -> None:
+        """The next attempt resumes from an older one. What is newer now is used only when nothing else is left."""
+        checkpoint, moved = self.preview(situation, members)
+        self._situation, self._put_back, self._moved = situation, (), {}
+        self._suspects.extend((one.path, one.modified_at) for one in self.candidates(members) if one.path in moved)
+        self._vouched.clear()
+        if checkpoint is not None:
+            self._skip = (checkpoint.path, checkpoint.step, skip_batches)
+
+    def undo_rollback(self) -> None:
+        """What the last rollback moved aside is put back before the next attempt, and counts as before."""
+        self._put_back = tuple(PutBack(path=path) for path in self._moved)
+        self._vouched.extend(self._moved)
+        self._situation, self._moved, self._skip = CRASH, {}, ("", None, 0)
+
+    @property
+    def skipped_after(self) -> tuple[int | None, int]:
+        """Step of the checkpoint of the last rollback, and how many batches after it are left out."""
+        return self._skip[1:]
+
+    @property
+    def rolls_back(self) -> bool:
+        """The attempt that is being formed goes back."""
+        return self._situation != CRASH
+
+    def attempt_starts(self) -> None:
+        """All that was to be prepared is done."""
+        self._situation, self._put_back = CRASH, ()
+
+    def suspect_from(self, at: float, step: int | None, good_until: int | None = None) -> None:
+        """`step`: of the run. `good_until`: the last step of which it is known that all was well."""
+        self._suspect_spans.append((at, None, good_until))
         self._suspect_after = step
 
     def trust_again(self) -> None:
         if self.suspect_open:
-            since, _ = self._suspect_spans[-1]
-            self._suspect_spans[-1] = (since, self._core.now)
+            since, _, good = self._suspect_spans[-1]
+            self._suspect_spans[-1] = (since, self._core.now, good)
 
     def begin_attempt(self) -> None:
         """The next attempt starts with good numbers."""
         now = self._core.now
-        closed: list[tuple[float, float | None]] = [(since, until or now) for since, until in self._suspect_spans]
-        self._suspect_spans = closed[-SPANS_KEPT:]
+        self._suspect_spans = [(since, until or now, good) for since, until, good in self._suspect_spans[-SPANS_KEPT:]]
 
     def begin_life(self) -> None:
         self._reports.clear()
@@ -459,6 +538,33 @@ class Attempts:
             yield note("resume_unknown", why=str(error))
             return Resume(), ()
 
+    def roll_back(self, situation: ResumeSituation, skip_batches: int = 0) -> Wants:
+        """The next attempt resumes from an older checkpoint: which one, and what that costs."""
+        attempt, members = self.current, self.next_members()
+        checkpoint, aside = self.checkpoints.preview(situation, members)
+        self.checkpoints.roll_back(situation, members, skip_batches)
+        if checkpoint is None:
+            return
+        steps = lost_s = None
+        if attempt is not None and attempt.step is not None and checkpoint.step is not None:
+            steps = max(0, attempt.step - checkpoint.step)
+            lost_s = None if attempt.pace is None else steps * attempt.pace
+        yield note(
+            "rolled_back",
+            loud=True,
+            checkpoint=checkpoint.path,
+            step=checkpoint.step,
+            lost_steps=steps,
+            lost_min=None if lost_s is None else max(1, round(lost_s / 60)),
+            aside=len(aside) or None,
+            skip=skip_batches or None,
+        )
+
+    def undo_rollback(self) -> Wants:
+        """What the last rollback moved aside is put back, and the next attempt resumes from the newest again."""
+        yield note("rollback_undone", loud=True, checkpoints=self.checkpoints.moved_by_rollback)
+        self.checkpoints.undo_rollback()
+
     def refresh(self) -> Wants:
         """Checkpoints or members changed while an attempt is being formed: bring it up to date.
 
@@ -556,6 +662,7 @@ class Attempts:
             attempt=attempt.number, nodes=attempt.members, store_host=offer.host, store_port=offer.port
         )
         self._places = attempt.members
+        self.checkpoints.attempt_starts()
         last_good, first = self.checkpoints.last_good, self._last_started + 1
         moved = {step.path for step in attempt.prepare}
         gone = last_good if attempt.number > 1 and not attempt.resume.path and last_good not in moved else ""

@@ -26,6 +26,7 @@ from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict
 from diagnosis.signals import Evidence, Finding, NodeEvidence, clean_line, rank_names
 from diagnosis.taxonomy import FailureClass
 from recovery import policy
+from recovery.checkpoint import ResumeSituation
 from recovery.policy import Plan, RestartBudget
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts, Space
@@ -622,6 +623,31 @@ class Incidents:
         else:
             yield from self.close(record, why, loud=True)
 
+    def act_at_once(
+        self, want: OpenIncident, verdict: Verdict, plan: Plan | None = None, rollback: ResumeSituation | None = None
+    ) -> Wants:
+        """An incident whose verdict is there already: its plan is carried out, or waits for an operator.
+
+        Without a plan policy makes it; `rollback`: how far back that restart goes.
+        """
+        attempt = self._attempts.current
+        assert attempt is not None
+        record = yield from self._open(want, attempt)
+        self.active, attempt.broke_at = record, record.failed_at
+        yield Enter("DIAGNOSING")
+        yield cancel("form", "start", "stood", "settle")
+        record.keep_evidence(attempt.evidence.values())
+        record.verdict = verdict
+        record.mark("diagnose", self._core.now)
+        yield record.note("verdict", loud=True, **_of_verdict(verdict))
+        if plan is None:
+            plan = policy.plan(verdict, self._situation(record, verdict, attempt))
+            plan = msgspec.structs.replace(plan, rollback=rollback)
+        record.plan = plan
+        self._remember(verdict, attempt, self._core.now)
+        yield record.note("plan", loud=True, plan=plan.kind, why=plan.why, observe=False)
+        yield from self._consider(record, plan, attempt)
+
     def degraded_further(self, record: IncidentRecord, count: int, text: str) -> Wants:
         """More of the same within an open incident that stops nothing."""
         attempt = self._attempts.current
@@ -987,6 +1013,8 @@ class Incidents:
                 return
             self.budget.charge(now)
         self._attempts.count_restart()
+        if plan.rollback is not None:
+            yield from self._attempts.roll_back(plan.rollback, plan.skip_batches)
         self._scheduler.approve_requeue(by_operator and plan.kind == "requeue")
         yield from self._leave_out(record, plan, by_operator)
         at_once = by_operator and self._core.paused  # nothing would go on by itself after a back-off

@@ -25,6 +25,7 @@ fields, and changes nothing else; it calls those above it in this list:
     incidents     from the first sign of a failure to the plan that is carried out
     hangs         hangs, stopped ranks, silence
     degraded      what is wrong while the attempt goes on
+    guard         a loss that went wrong: tells, or takes the run back
     operator      commands
     assignments   what each node is told
 
@@ -82,6 +83,7 @@ from supervisor.job.core import (
 )
 from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Conclude, Degraded, Incidents
+from supervisor.job.loss import LossGuard
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
 from supervisor.job.scheduler import SchedulerRequests
@@ -157,7 +159,8 @@ class Job:
         self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, conclude)
         self.hangs = Hangs(core, nodes, attempts, self.incidents)
         self.degraded = Degraded(core, attempts, self.incidents)
-        self.operator = Operator(core, nodes, attempts, self.incidents, self.scheduler, self.space)
+        self.guard = LossGuard(core, attempts, self.incidents)
+        self.operator = Operator(core, nodes, attempts, self.incidents, self.scheduler, self.space, self.guard)
         self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space)
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
         self.skew: tuple[Difference, ...] = ()
@@ -214,6 +217,7 @@ class Job:
             m.RankWakeWanted: self.hangs.wake_wanted,
             m.SilenceSeen: self.hangs.silence_seen,
             m.NumbersSeen: self.degraded.numbers_seen,
+            m.LossSeen: self.guard.seen,
             m.PaceLearned: self._pace_learned,
             # people, the scheduler, a language model
             m.OperatorCommand: self.operator.given,
@@ -680,6 +684,7 @@ class Job:
     def _form(self, members: tuple[str, ...]) -> Wants:
         """A new attempt. What was wrong with the one before ends with it."""
         yield from self.degraded.attempt_ends()
+        self.guard.attempt_ends()
         yield from self.attempts.form(members)
 
     def _proceed(self, *, by_operator: bool = False) -> Wants:

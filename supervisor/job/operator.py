@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from diagnosis.incident import RULE_PREFIX
+from recovery.checkpoint import ResumeSituation
 from recovery.cordon import Cordon
 from recovery.policy import Mode
 from supervisor import messages as m
@@ -27,11 +28,14 @@ from supervisor.job.core import (
     cancel,
 )
 from supervisor.job.incidents import IncidentRecord, Incidents
+from supervisor.job.loss import LossGuard
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.notes import note
 from supervisor.view import utc
 
+MOST_SKIPPED = 1_000_000
+"""Batches that agents agree to leave out."""
 STOPPED_EXIT = {"SIGINT": 130, "SIGTERM": 143}
 
 
@@ -44,9 +48,10 @@ class Operator:
         incidents: Incidents,
         scheduler: SchedulerRequests,
         space: Space,
+        guard: LossGuard,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
-        self._incidents, self._scheduler, self._space = incidents, scheduler, space
+        self._incidents, self._scheduler, self._space, self._guard = incidents, scheduler, space, guard
         self.commands: dict[str, Callable[[m.OperatorCommand], Wants]] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -57,6 +62,7 @@ class Operator:
             "mode": self._mode,
             "approve": self._approve,
             "reject": self._reject,
+            "rollback": self._rollback,
         }
 
     # ----- what the job waits for -----
@@ -165,6 +171,8 @@ class Operator:
         if incidents.breaker_tripped:
             self._nodes.cordons.start_anew()
             yield note("breaker_reset")
+        if incidents.held:
+            self._guard.start_anew()
         core.pause = None
         incidents.end_hold()
         yield cancel("hold", "nodes", "gather")
@@ -203,6 +211,33 @@ class Operator:
             self._incidents.restart_by_operator()
             self._attempts.count_restart()
             yield NextAttempt(by_operator=True)
+
+    def _rollback(self, event: m.OperatorCommand) -> Wants:
+        """Back to the checkpoint of a step, to the one before the newest, or (`--undo`) to before the last rollback."""
+        checkpoints, members = self._attempts.checkpoints, self._attempts.next_members()
+        ways = checkpoints.ways_back(members)
+        newest = max((one.step for one in checkpoints.candidates(members) if one.complete and one.step), default=0)
+        wanted, skip = _step_and_skip(event.argument)
+        chosen = next((one for one in ways if str(one.step) == wanted), None)
+        if not wanted:
+            chosen = next((one for one in ways if one.step is not None and one.step < newest), None)
+        if self._ends_by_itself():
+            yield _refuse("ends_by_itself")
+        elif wanted == "--undo" and not checkpoints.moved_by_rollback:
+            yield _refuse("no_rollback")
+        elif wanted == "--undo":
+            yield from self._attempts.undo_rollback()
+            yield from self._restart(event)
+        elif not ways:
+            yield _refuse("no_checkpoint")
+        elif skip is None or (chosen is None and wanted):
+            yield _refuse("no_such_step", step=wanted or event.argument, steps=tuple(one.step or 0 for one in ways))
+        elif chosen is None:
+            yield _refuse("one_checkpoint", checkpoint=ways[0].path)
+        else:
+            self._guard.start_anew()
+            yield from self._attempts.roll_back(ResumeSituation(kind="operator", step=chosen.step), skip)
+            yield from self._restart(event)
 
     def _stop(self, event: m.OperatorCommand) -> Wants:
         if self._ends_by_itself():
@@ -295,6 +330,17 @@ class Operator:
         if (yield from self._waiting_plan(event)) is not None:
             why = f": {event.reason}" if event.reason else ""
             yield from self._incidents.reject_plan(f"the plan was rejected{why}")
+
+
+def _step_and_skip(argument: str) -> tuple[str, int | None]:
+    """`1000 --skip 50`, each part of which may be missing; None: the number is none, or too large."""
+    words = argument.split()
+    if "--skip" not in words:
+        return argument, 0
+    at = words.index("--skip")
+    number = " ".join(words[at + 1 :])
+    whole = number.isascii() and number.isdigit() and int(number) <= MOST_SKIPPED
+    return " ".join(words[:at]), int(number) if whole else None
 
 
 def _refuse(kind: str, **arguments: Any) -> m.Note:

@@ -192,6 +192,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         patience_s=hang.patience_s,
         patience_factor=hang.factor,
         patience_off=hang.off,
+        loss_guard=options.settings.loss.guard,
     )
     restarts = read.max_restarts if options.run.max_restarts is None else options.run.max_restarts
     given = {

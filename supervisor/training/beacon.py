@@ -23,6 +23,8 @@ HEADER = struct.Struct("<8sIIddI")
 MAGIC = b"UBEACON1"
 PAYLOAD = 4000
 PERIOD_S = 0.5
+LOSSES = 24
+"""Of a script that is quicker some are left out: a loss that has gone wrong is wrong for longer."""
 
 
 class Beacon:
@@ -43,6 +45,8 @@ class Beacon:
         self.pipe = os.fstat(heartbeat_fd).st_ino if heartbeat_fd >= 0 else 0
         self.pending = b""
         self.step: int | None = None
+        self.losses: list[list[float | None]] = []
+        """The newest steps with their losses; None for one that is no number."""
         self.phase = ""
         self.world = number(os.environ.get("WORLD_SIZE"))
         self.thread = 0
@@ -124,6 +128,8 @@ class Beacon:
         state: dict[str, object] = {"step": self.step, "world": max(self.world, 0), "thread": self.thread}
         if self.phase:
             state["phase"] = self.phase
+        if self.losses:
+            state["losses"] = self.losses
         try:
             groups = collective_groups()
         except Exception:
@@ -140,7 +146,7 @@ class Beacon:
                 state["timeout_s"] = self.timeout_s
         payload = json.dumps(state, separators=(",", ":")).encode()
         while len(payload) > PAYLOAD and groups:
-            if state.pop("members", None) is None:
+            if state.pop("members", None) is None and state.pop("losses", None) is None:
                 groups.popitem()
             payload = json.dumps(state, separators=(",", ":")).encode()
         self.write(payload)
@@ -169,7 +175,7 @@ class Beacon:
         self.sequence = even
 
     def _read_heartbeat(self) -> None:
-        """Lines `step N` and `phase X` that the script wrote since the last time."""
+        """Lines `step N`, `step N loss X` and `phase X` that the script wrote since the last time."""
         if self.heartbeat_fd < 0 or os.fstat(self.heartbeat_fd).st_ino != self.pipe:
             return  # the script closed what it did not know, and the number is something else now
         for _ in range(64):  # at most 256 KiB at once
@@ -183,10 +189,21 @@ class Beacon:
             self.pending = self.pending[-200:]
             for line in lines:
                 word, _, value = line.strip().partition(b" ")
-                if word == b"step" and value.isdigit() and len(value) < 16:
-                    self.step = int(value)
+                step, _, loss = value.partition(b" loss ")
+                if word == b"step" and step.isdigit() and len(step) < 16:
+                    self.step = int(step)
+                    if loss:
+                        self._note_loss(self.step, loss)
                 elif word == b"phase":
                     self.phase = value.decode("ascii", "replace")[:20]
+
+    def _note_loss(self, step: int, text: bytes) -> None:
+        try:
+            loss = float(text[:32])
+        except ValueError:
+            return
+        finite = loss - loss == 0
+        self.losses = [*self.losses[1 - LOSSES :], [step, float(f"{loss:.5g}") if finite else None]]
 
     def _serve(self) -> None:
         """Start torch's worker server the first time that torch.distributed is in use."""

@@ -1,9 +1,22 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recovery.checkpoint import INCOMPLETE, POINTER, TEMPORARY, Checkpoint, Restore, SetAside, choose, newest
+from recovery.checkpoint import (
+    INCOMPLETE,
+    POINTER,
+    ROLLED_BACK,
+    TEMPORARY,
+    Checkpoint,
+    Restore,
+    ResumeSituation,
+    SetAside,
+    choose,
+    going_on,
+    newest,
+)
 
 
 def checkpoint(
@@ -46,11 +59,13 @@ def test_suspect_ones_only_when_nothing_else_is_left() -> None:
 
 
 def test_a_later_step_than_allowed_is_moved_aside() -> None:
-    chosen, preparations = choose([checkpoint(10), checkpoint(20), checkpoint(30)], not_after_step=15)
+    chosen, preparations = choose(
+        [checkpoint(10), checkpoint(20), checkpoint(30)], ResumeSituation(kind="operator", step=15)
+    )
     assert chosen == checkpoint(10)
     assert [step.path for step in preparations] == ["/c/checkpoint-20", "/c/checkpoint-30"]
     assert isinstance(preparations[0], SetAside)
-    assert preparations[0].why.startswith("rolled back")
+    assert preparations[0].why.startswith(ROLLED_BACK)
 
 
 def test_a_file_that_tells_no_step_does_not_win() -> None:
@@ -93,7 +108,7 @@ def test_a_second_file_that_is_torn_gets_its_copy_too() -> None:
 
 def test_rolling_back_a_single_file() -> None:
     live, copy = checkpoint(300, "/c/ckpt.pt"), checkpoint(200, "/c/copies/200.pt", copy_of="/c/ckpt.pt")
-    chosen, preparations = choose([live, copy], not_after_step=250)
+    chosen, preparations = choose([live, copy], ResumeSituation(kind="operator", step=250))
     assert chosen == checkpoint(200, "/c/ckpt.pt")
     assert [type(step) for step in preparations] == [SetAside, Restore]
 
@@ -148,6 +163,63 @@ def test_a_leftover_temporary_file_spoils_nothing() -> None:
     assert choose([whole, leftover])[0] == whole
 
 
+FIVE = [checkpoint(step) for step in (100, 200, 300, 400, 500)]
+"""Each written at the second of its step."""
+
+
+@pytest.mark.parametrize(
+    ("situation", "step"),
+    [
+        (ResumeSituation(), 500),
+        (ResumeSituation(kind="spike", step=401), 400),
+        (ResumeSituation(kind="spike", step=400), 300),
+        (ResumeSituation(kind="spike", step=450, margin=60), 300),
+        (ResumeSituation(kind="spike", step=450, margin=49), 400),
+        (ResumeSituation(kind="spike", step=90), None),
+        (ResumeSituation(kind="bad_numbers", step=301, margin=60), 300),
+        (ResumeSituation(kind="bad_numbers", before=299.5), 200),
+        (ResumeSituation(kind="corruption", before=399.9), 300),
+        (ResumeSituation(kind="corruption", step=250, before=399.9), 200),
+        (ResumeSituation(kind="mismatch", path="/c/checkpoint-500"), 400),
+        (ResumeSituation(kind="mismatch", path="/c/checkpoint-200"), 100),
+        (ResumeSituation(kind="mismatch", path="/c/gone"), 500),
+        (ResumeSituation(kind="operator", step=350), 300),
+        (ResumeSituation(kind="operator", step=300), 300),
+        (ResumeSituation(kind="operator", step=99), None),
+    ],
+)
+def test_how_far_back_each_situation_goes(situation: ResumeSituation, step: int | None) -> None:
+    chosen, preparations = choose(FIVE, situation)
+    assert (chosen.step if chosen is not None else None) == step
+    aside = {one.path for one in preparations if isinstance(one, SetAside)}
+    assert aside == {one.path for one in FIVE if (one.step or 0) > (step or 0)}
+    assert all(one.why.startswith(ROLLED_BACK) for one in preparations if isinstance(one, SetAside))
+
+
+def test_a_rollback_prefers_an_older_trusted_one_and_moves_no_tokenizer() -> None:
+    tokenizer = checkpoint(None, "/c/tokenizer.pt", at=999.0)
+    suspect, torn = checkpoint(300, suspect=True), checkpoint(200, complete=False)
+    chosen, preparations = choose(
+        [FIVE[0], torn, suspect, FIVE[4], tokenizer], ResumeSituation(kind="operator", step=400)
+    )
+    assert chosen == FIVE[0]
+    assert [one.path for one in preparations] == [torn.path, suspect.path, FIVE[4].path]
+
+
+def test_a_copy_of_the_one_that_does_not_fit_is_used() -> None:
+    live, copy = checkpoint(300, "/c/ckpt.pt"), checkpoint(200, "/c/copies/200.pt", copy_of="/c/ckpt.pt")
+    chosen, preparations = choose([live, copy], ResumeSituation(kind="mismatch", path="/c/ckpt.pt"))
+    assert chosen == checkpoint(200, "/c/ckpt.pt")
+    assert [type(step) for step in preparations] == [SetAside, Restore]
+
+
+def test_what_a_run_may_go_back_to() -> None:
+    others = [checkpoint(350, suspect=True), checkpoint(450, complete=False), checkpoint(None, "/c/t.pt", at=9e9)]
+    beside = checkpoint(300, "/c/best_300.pt", at=9e9)
+    assert [one.path for one in going_on([*others, beside, *FIVE])] == [one.path for one in reversed(FIVE)]
+    assert going_on(others) == []
+
+
 @given(
     st.lists(
         st.builds(
@@ -161,20 +233,40 @@ def test_a_leftover_temporary_file_spoils_nothing() -> None:
         ),
         unique_by=lambda found: found.path,
     ),
-    st.none() | st.integers(0, 9),
+    st.builds(
+        ResumeSituation,
+        kind=st.sampled_from(["crash", "spike", "bad_numbers", "corruption", "mismatch", "operator"]),
+        step=st.none() | st.integers(0, 9),
+        margin=st.integers(0, 3),
+        before=st.none() | st.floats(0, 100),
+        path=st.sampled_from(["", "/c/a", "/c/b"]),
+    ),
 )
-def test_rules_that_always_hold(candidates: list[Checkpoint], limit: int | None) -> None:
-    chosen, preparations = choose(candidates, not_after_step=limit)
+def test_rules_that_always_hold(candidates: list[Checkpoint], situation: ResumeSituation) -> None:
+    chosen, preparations = choose(candidates, situation)
     aside = [step.path for step in preparations if isinstance(step, SetAside)]
     restored = [step.path for step in preparations if isinstance(step, Restore)]
     assert len(aside) == len(set(aside))
     assert len(restored) == len(set(restored))
-    good = [c for c in candidates if c.complete and (limit is None or (c.step is not None and c.step <= limit))]
+    limit, before = situation.not_after_step, situation.before
+    good = [c for c in candidates if c.complete]
+    good = [c for c in good if limit is None or (c.step is not None and c.step <= limit)]
+    good = [c for c in good if before is None or c.modified_at <= before]
+    if situation.kind == "mismatch":
+        misfit = next((c for c in candidates if c.path == situation.path), None)
+        good = [c for c in good if misfit is None or (c != misfit and not newer(c, misfit))]
+        good = [c for c in good if misfit is None or newer(misfit, c)]
     assert (chosen is None) == (not good)
     if chosen is None:
         return
     assert chosen.complete
     assert not chosen.copy_of
-    assert limit is None or (chosen.step is not None and chosen.step <= limit)
+    assert any((c.step, c.modified_at) == (chosen.step, chosen.modified_at) for c in good), "newer than allowed"
     assert not chosen.suspect or all(c.suspect for c in good)
     assert chosen.path not in aside or chosen.path in restored
+
+
+def newer(one: Checkpoint, other: Checkpoint) -> bool:
+    if one.step is not None and other.step is not None:
+        return one.step > other.step
+    return one.modified_at > other.modified_at

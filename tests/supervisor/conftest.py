@@ -67,7 +67,7 @@ class JobDriver:
         self.conclude: Callable[[Incident], Verdict] = lambda _: self.verdict
         """A test may put another diagnosis here."""
         self.choose: Choose = choose_checkpoint
-        self.job = Job(self._conclude, lambda found: self.choose(found))
+        self.job = Job(self._conclude, lambda found, situation: self.choose(found, situation))
         self.now = 1000.0
         self.told: dict[str, m.Assignment] = {}
         self.actions: list[m.Action] = []

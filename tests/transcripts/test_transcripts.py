@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from diagnosis.incident import Culprit, HangReport, Incident, Verdict
-from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence
+from diagnosis.signals import Evidence, ExitRecord, Finding, LossAlarm, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
@@ -220,6 +220,28 @@ class Script:
         )
         self.tell(m.FindingArrived(at=self.now, node=node, finding=finding))
 
+    def do_loss(self, kind: str, step: str = "", seen: str = "", ranks: str = "0", every: str = "1") -> None:
+        """The loss has gone wrong at `step`, which shows at step `seen`; `well`: it is well again."""
+        alarm = LossAlarm(kind=kind, step=int(step), interval=int(every), usual=2.3, level=7.1) if step else None  # type: ignore[arg-type]
+        if seen:
+            self.do_step(seen)
+        told = tuple(int(rank) for rank in ranks.split(",")) if alarm else ()
+        self.tell(m.LossSeen(at=self.now, attempt=self.attempt.number, alarm=alarm, ranks=told))
+
+    def do_corrupt(self, node: str) -> None:
+        """The digest of its replica differs from that of the others."""
+        finding = Finding(
+            rule="replica_digest",
+            failure_class=FailureClass.SILENT_DATA_CORRUPTION,
+            confidence=0.9,
+            scope="node",
+            severity="error",
+            evidence=Evidence(text=f"the replica on {node} differs from the others", source="agent"),
+            node=node,
+            at=self.now,
+        )
+        self.tell(m.FindingArrived(at=self.now, node=node, finding=finding))
+
     def do_checkpoints(self, node: str, *found: str) -> None:
         """Each is STEP, or STEP! for a torn one; saved as many seconds after the beginning."""
         seen = tuple(
@@ -290,7 +312,8 @@ def _in_words(assignment: m.Assignment) -> str:
     if assignment.stage == "run" and assignment.round is not None:
         told.append(f"nodes {' '.join(assignment.round.nodes)}, store on {assignment.round.store_host}")
     if assignment.stage == "form" and assignment.resume is not None and assignment.resume.path:
-        told.append(f"resume {assignment.resume.path}")
+        skip = assignment.resume.skip_batches
+        told.append(f"resume {assignment.resume.path}" + (f", skip {skip} batches" if skip else ""))
     told += [f"prepare {msgspec.to_builtins(preparation)}" for preparation in assignment.prepare]
     if assignment.evidence is not None:
         told.append(f"evidence {assignment.evidence.number} within {assignment.evidence.budget_s:g} s")

@@ -1,0 +1,209 @@
+"""The loss guard: what the job does when the loss that ranks print went wrong (`recovery.rollback` decides).
+
+Setting `loss.guard`: `off` does nothing, `recommend` tells what to do, `enforce` does it. What is saved while the loss
+is wrong is suspect in any case. All that the guard does goes through an incident with a verdict and a plan, so mode,
+pause and the restart budget hold for it as for every other restart.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.signals import Evidence, Finding, LossAlarm, rank_names
+from diagnosis.taxonomy import FailureClass
+from recovery import rollback
+from recovery.checkpoint import ResumeSituation
+from recovery.policy import Plan
+from supervisor import messages as m
+from supervisor.job.attempts import Attempt, Attempts
+from supervisor.job.core import Core, GoOn, OpenIncident, Wants
+from supervisor.job.incidents import Incidents
+
+ROLLBACKS_KEPT: Final = 16
+CORRUPTION_UNSEEN_S: Final = 1800.0
+"""Silent corruption may have gone unseen for so long: checkpoints from that time are not trusted."""
+SURE: Final = 0.9
+_IN_WORDS: Final = {"nan": "is NaN or infinite", "spike": "has leapt", "divergence": "diverges"}
+_VERDICT: Final = {
+    "nan": "a loss that stays NaN or infinite",
+    "spike": "a loss spike that does not pass by itself",
+    "divergence": "a loss that diverges",
+}
+
+
+class LossGuard:
+    """What it knows lasts as long as the job; replaying the journal brings it back."""
+
+    def __init__(self, core: Core, attempts: Attempts, incidents: Incidents) -> None:
+        self._core, self._attempts, self._incidents = core, attempts, incidents
+        self._rollbacks: deque[rollback.Rollback] = deque(maxlen=ROLLBACKS_KEPT)
+        self._decided: tuple[int, str] = (0, "")
+        """Attempt and kind of the alarm on which it was decided last."""
+        self._suspects = False
+        """What is saved now is suspect because of this alarm."""
+        self._planned: rollback.Rollback | None = None
+        """It is done unless an operator rejects it, or the loss comes back before that."""
+
+    def seen(self, event: m.LossSeen) -> Wants:
+        attempt, core = self._attempts.live(event.attempt), self._core
+        if attempt is None or core.is_over:
+            return
+        if event.alarm is None:
+            yield from self._is_well_again(event)
+            return
+        decided = (attempt.number, event.alarm.kind)
+        if core.spec.loss_guard == "off" or core.state != "RUNNING" or decided == self._decided:
+            return
+        self._decided = decided
+        self._distrust(event.alarm, attempt)
+        yield from self._decide(event, event.alarm, attempt)
+
+    def _distrust(self, alarm: LossAlarm, attempt: Attempt) -> None:
+        """Checkpoints since the first bad step are used only when nothing else is left."""
+        checkpoints = self._attempts.checkpoints
+        if not checkpoints.suspect_open:
+            since = attempt.reached_at(alarm.step) if alarm.step is not None else None
+            at = self._core.now if since is None else min(self._core.now, max(since, attempt.formed_at))
+            good = None if alarm.step is None else max(0, alarm.step - alarm.interval)
+            checkpoints.suspect_from(at, good, good)
+            self._suspects = True
+
+    def _decide(self, event: m.LossSeen, alarm: LossAlarm, attempt: Attempt) -> Wants:
+        core, found = self._core, self._finding(event, alarm)
+        if alarm.kind != "nan":
+            self._incidents.log.add_finding(found)
+        corruption = self._corruption(attempt)
+        ways = self._attempts.checkpoints.ways_back(attempt.members)
+        step = attempt.step if attempt.step is not None else alarm.step or 0
+        steps = tuple(one.step for one in ways if one.step is not None)
+        case = rollback.LossCase(
+            alarm=alarm,
+            step=step,
+            steps=steps,
+            before=tuple(self._rollbacks),
+            skipped_after=self._attempts.checkpoints.skipped_after,
+        )
+        decided = rollback.plan_for(case)
+        at = min(core.now, max(found.at, attempt.formed_at))
+        if core.spec.loss_guard == "recommend" or core.mode == "observe":
+            yield from self._tell(found, decided, at)
+            return
+        if corruption is not None:
+            yield from self._leave_the_corrupt(corruption, decided, at, attempt)
+            return
+        delay_s = self._incidents.budget.next_delay_s(core.now)
+        verdict = Verdict(
+            failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
+            culprits=(),
+            confidence=SURE,
+            why=_VERDICT[alarm.kind],
+            action="rollback_and_restart" if decided.kind == "rollback" else "hold",
+            evidence=(found.evidence,),
+        )
+        if decided.kind == "hold":
+            plan = Plan(kind="hold", why=f"{decided.why} (`unbroken rollback STEP` goes back)", counts=False)
+        elif delay_s is None:
+            plan = Plan(kind="hold", why="the restart budget is spent without progress", counts=False)
+        else:
+            plan = Plan(
+                kind="restart",
+                why=decided.why,
+                rollback=decided.situation,
+                skip_batches=decided.skip_batches,
+                needs_approval=core.mode == "recommend",
+                delay_s=delay_s,
+            )
+            first = alarm.step or 0
+            self._planned = rollback.Rollback(first_bad=first, last_bad=max(first, step), skipped=decided.skip_batches)
+        yield from self._incidents.act_at_once(OpenIncident("loss", found.evidence.text, at), verdict, plan)
+
+    def _tell(self, found: Finding, decided: rollback.LossPlan, at: float) -> Wants:
+        """Guard `recommend`: the verdict, and the command that would do it."""
+        if decided.step is not None:
+            skip = f" --skip {decided.skip_batches}" if decided.skip_batches else ""
+            why = f"Recommended: `unbroken rollback {decided.step}{skip}` ({decided.why})"
+        else:
+            why = f"No rollback is possible: {decided.why}"
+        record = self._incidents.degraded_by("signal")
+        if record is not None:
+            yield record.note("loss_advice", loud=True, why=why)
+            return
+        want = OpenIncident("signal", found.evidence.text, at)
+        why = f"No restart (loss.guard). {why}. Checkpoints written meanwhile are used only if no other is left"
+        yield from self._incidents.open_with_plan(want, why, "degraded")
+
+    def _finding(self, event: m.LossSeen, alarm: LossAlarm) -> Finding:
+        who = rank_names(event.ranks)
+        since = "" if alarm.step is None else f" since step {alarm.step}"
+        level = f" from {alarm.usual:.4g} to {alarm.level:.4g}" if alarm.kind != "nan" else ""
+        return Finding(
+            rule="loss_guard",
+            failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
+            confidence=SURE,
+            scope="job",
+            severity="error",
+            evidence=Evidence(text=f"the loss of {who} {_IN_WORDS[alarm.kind]}{level}{since}", source="output"),
+            at=self._core.now,
+            attempt=event.attempt,
+            step=alarm.step,
+        )
+
+    # ----- a rank that computes wrong numbers -----
+
+    def _corruption(self, attempt: Attempt) -> Finding | None:
+        """The finding that names the node whose replica differs from the others; never a line of output."""
+        near = self._incidents.log.findings_near(self._core.now, attempt.number)
+        named = (
+            one
+            for one in near
+            if one.failure_class is FailureClass.SILENT_DATA_CORRUPTION
+            if one.node in attempt.member_set and one.evidence.source != "output" and one.severity != "warning"
+        )
+        return next(named, None)
+
+    def _leave_the_corrupt(self, finding: Finding, decided: rollback.LossPlan, at: float, attempt: Attempt) -> Wants:
+        """That node's fault: back to before it can have begun, without the node; no data is to blame."""
+        situation = ResumeSituation(kind="corruption", before=finding.at - CORRUPTION_UNSEEN_S)
+        checkpoint, _ = self._attempts.checkpoints.preview(situation, attempt.members)
+        verdict = Verdict(
+            failure_class=FailureClass.SILENT_DATA_CORRUPTION,
+            culprits=(Culprit(node=finding.node, gpu=finding.gpu, rank=finding.rank),),
+            confidence=finding.confidence,
+            why=finding.evidence.text or finding.rule,
+            action="cordon_node_and_restart",
+            evidence=(finding.evidence,),
+        )
+        yield from self._incidents.act_at_once(
+            OpenIncident("loss", f"{finding.node}: {verdict.why}", at),
+            verdict,
+            rollback=situation if checkpoint is not None else decided.situation,
+        )
+
+    # ----- what becomes of it -----
+
+    def start_anew(self) -> None:
+        """An operator has taken over: what was done before does not bind the guard."""
+        self._rollbacks.clear()
+
+    def _is_well_again(self, event: m.LossSeen) -> Wants:
+        """The loss came back by itself."""
+        self._decided, self._planned = (0, ""), None
+        if not self._suspects:
+            return
+        self._suspects = False
+        self._attempts.checkpoints.trust_again()
+        at = "" if event.step is None else f" (step {event.step})"
+        active = self._incidents.active
+        if active is not None and active.trigger == "loss":
+            yield GoOn(f"the loss came back by itself{at}")
+        record = self._incidents.degraded_by("signal")
+        if record is not None:
+            yield from self._incidents.close(record, f"the loss came back by itself{at}")
+
+    def attempt_ends(self) -> None:
+        """The next one is formed."""
+        if self._planned is not None and self._attempts.checkpoints.rolls_back:
+            self._rollbacks.append(self._planned)
+        self._suspects, self._planned = False, None
