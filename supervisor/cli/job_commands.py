@@ -343,7 +343,7 @@ def rollback(job: JobHandle, step: int | None, skip: int | None, undo: bool, **o
     if undo and (step is not None or skip is not None):
         raise click.UsageError("--undo takes no STEP and no --skip: it goes back to the newest checkpoint")
     argument = "--undo" if undo else "" if step is None else str(step)
-    give(job, "rollback", argument + (f" --skip {skip}" if skip else ""), interrupts="always", **options)
+    give(job, "rollback", argument + (f" --skip {skip}" if skip else ""), confirm="always", **options)
 
 
 @click.command()
