@@ -284,7 +284,7 @@ OTHER_VARIABLES = {
     "UNBROKEN_DISABLE": ("you", "`1`: the command runs as it is, without us"),
     "UNBROKEN_WARM": (
         "you",
-        "`0`: ranks start a Python of their own, and are not forked from the one that has imported torch",
+        "`0`: ranks start a Python of their own, and are not forked; `torch`: nothing but torch is imported for them",
     ),
     "UNBROKEN_RESUME_FROM": ("agent, for the script", "the newest complete checkpoint, from the second attempt on"),
     "UNBROKEN_SKIP_BATCHES": (

@@ -36,10 +36,18 @@ def group() -> None:
 
 @group.command()
 @click.option("--repetitions", type=click.IntRange(1, 50), default=3, show_default=True)
+@click.option(
+    "--script",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path),
+    help="Measure this training script instead of our own (docs/benchmarks.md).",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def recovery(repetitions: int, as_json: bool) -> int:
+def recovery(repetitions: int, script: Path | None, as_json: bool) -> int:
     """Recovery times beside plain torchrun's, in one run."""
-    found = _in_scratch(lambda folder: recovery_bench.report(folder, repetitions, _say))
+    if script is None:
+        found = _in_scratch(lambda folder: recovery_bench.report(folder, repetitions, _say))
+    else:
+        found = _in_scratch(lambda folder: recovery_bench.report_script(folder, script, repetitions, _say))
     if found is None:
         return 1
     print(json.dumps(found)) if as_json else _show_recovery(found)
@@ -133,6 +141,9 @@ def _show_recovery(found: dict[str, Any]) -> None:
     for row in found["recovery"]:
         table.add_row(NAMES[row["what"]], _cell(row["torchrun_s"]), _cell(row["unbroken_s"]), f"{row['ratio']:.2f}")
     console.print(table)
+    if "equal_weights" in found:
+        console.print(f"weights at the end: {'equal' if found['equal_weights'] else 'NOT EQUAL'}")
+        return
     hangs = Table(
         title="proven hangs: seconds from the fault (plain torchrun notices none before the collective times out)"
     )

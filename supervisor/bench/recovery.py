@@ -33,11 +33,15 @@ class Script(NamedTuple):
     steps: int = 100_000
     step_ms: float = 20.0
     save_every: int = 20
+    path: Path | None = None
+    """A script of the user's own: `--out`, `--steps` and `--step-ms`, and lines like those of the toy."""
 
     def command(self, out: Path) -> list[str]:
-        options = {"--steps": self.steps, "--step-ms": self.step_ms, "--save-every": self.save_every}
+        options = {"--steps": self.steps, "--step-ms": self.step_ms}
+        if self.path is None:
+            options["--save-every"] = self.save_every
         arguments = [f"{name}={value}" for name, value in options.items()]
-        return ["--nproc-per-node", str(self.ranks), str(SCRIPT), f"--out={out}", *arguments]
+        return ["--nproc-per-node", str(self.ranks), str(self.path or SCRIPT), f"--out={out}", *arguments]
 
 
 def plain(script: Script, folder: Path) -> WatchedRun:
@@ -201,6 +205,64 @@ def report(folder: Path, repetitions: int, say: Callable[[str], None]) -> dict[s
         say(f"a proven hang of one rank: {fault}")
         hangs[fault] = measure_hang(fault, folder / fault)._asdict()
     return {"schema": 1, "repetitions": repetitions, "load": os.getloadavg()[0], "recovery": rows, "hang": hangs}
+
+
+TRAINED_S = 30.0
+"""So long a script trains before its rank is killed: longer than the imports of the next ranks take beside it."""
+SCRIPT_STEPS, SCRIPT_STEP_MS = 500, 100.0
+
+
+class ScriptTimes(NamedTuple):
+    """One run of a user's script with one killed rank."""
+
+    new_workers: float
+    new_step: float
+    weights: str
+    """SHA-256 of the weights at the end."""
+
+
+def measure_script(start: Starter, folder: Path, path: Path) -> ScriptTimes:
+    """Let it train for a while, kill rank 1, and let it finish. Raises RunFailed."""
+    script = Script(steps=SCRIPT_STEPS, step_ms=SCRIPT_STEP_MS, path=path)
+    folder.mkdir(parents=True)
+    run = start(script, folder)
+    try:
+        first = run.wait_for_step(1, timeout_s=LIMIT_S)
+        time.sleep(max(0.0, first.at + TRAINED_S - time.monotonic()))
+        victim = next(int(line.text.split()[-1]) for line in reversed(run.lines) if line.text.startswith("rank 1 up"))
+        at = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        workers = wait_for_ranks(run, script, at)
+        step = run.wait_for_step(1, after=workers.reported_at, timeout_s=LIMIT_S)
+        code = run.wait_for_end(LIMIT_S + 2 * SCRIPT_STEPS * SCRIPT_STEP_MS / 1000)
+        if code:
+            raise RunFailed(f"it ended with {code}")
+    finally:
+        run.close(grace_s=20.0)
+    return ScriptTimes(workers.begun_at - at, step.at - at, weights_sha256(folder))
+
+
+def report_script(folder: Path, path: Path, repetitions: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Killed rank to first new step of a script, beside plain torchrun; whether all runs end with the same weights."""
+    torchrun, ours = [], []
+    for number in range(1, repetitions + 1):
+        say(f"{number} of {repetitions}: {path.name} under plain torchrun, then under unbroken")
+        torchrun.append(measure_script(plain, folder / f"torchrun-{number}", path))
+        ours.append(measure_script(supervised, folder / f"unbroken-{number}", path))
+    rows = []
+    for what in ("new_workers", "new_step"):
+        theirs, mine = [getattr(one, what) for one in torchrun], [getattr(one, what) for one in ours]
+        rows.append({"what": what, "torchrun_s": theirs, "unbroken_s": mine, "ratio": _ratio(mine, theirs)})
+    equal = len({one.weights for one in (*torchrun, *ours)}) == 1
+    return {
+        "schema": 1,
+        "script": str(path),
+        "repetitions": repetitions,
+        "load": os.getloadavg()[0],
+        "recovery": rows,
+        "hang": {},
+        "equal_weights": equal,
+    }
 
 
 def _ratio(mine: list[float], theirs: list[float]) -> float:

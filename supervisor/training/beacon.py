@@ -30,7 +30,8 @@ LOSSES = 24
 class Beacon:
     """Writes `path` until `stop`. `server_path`: where torch's `_WorkerServer` listens once it is of use."""
 
-    def __init__(self, path: str, server_path: str, heartbeat_fd: int = -1) -> None:
+    def __init__(self, path: str, server_path: str, heartbeat_fd: int = -1, imports: Any = None) -> None:
+        """`imports`: an `ImportRecord`, or None."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, SIZE)  # a page that a full disk lacks would be SIGBUS for the script
@@ -38,6 +39,7 @@ class Beacon:
         finally:
             os.close(descriptor)
         self.server_path = server_path
+        self.imports = imports
         self.server: Any = None
         self.server_tried = False
         self.pid = os.getpid()
@@ -150,6 +152,11 @@ class Beacon:
                 groups.popitem()
             payload = json.dumps(state, separators=(",", ":")).encode()
         self.write(payload)
+        if self.imports is not None:
+            try:
+                self.imports.look()
+            except Exception:
+                self.imports = None
 
     def members(self) -> dict[str, str]:
         """Name of a process group -> its ranks, as gloo's recorder does not tell; looked up when groups change."""

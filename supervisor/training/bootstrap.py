@@ -22,6 +22,10 @@ SHIM = os.path.join(HERE, "shim")
 OURS = ("UNBROKEN_AGENT_SOCKET", "UNBROKEN_KEEPER_SOCKET", "UNBROKEN_NODE", "UNBROKEN_LOCAL_RANK", "PYTHON_EXEC")
 EARLIER_GLOBALS: dict[str, Any] = {"__builtins__": builtins, "__annotations__": {}}
 PR_SET_PTRACER = 0x59616D61
+given: dict[str, str] | None = None
+"""The environment that a forked rank was asked to have."""
+prepared_main: types.ModuleType | None = None
+"""The `__main__` that the imports of a fork server have met: the script becomes this very module."""
 
 
 def sibling(name: str) -> Any:
@@ -64,26 +68,36 @@ def run_worker(argv: list[str]) -> None:
     allow_tracing()
     if local_dir and attempt and rank:
         prefix = os.path.join(local_dir, "attempts", attempt, f"rank{rank}")
-        start_beacon(prefix)
-        record_writes(prefix + ".writes")
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        record = import_record(prefix + ".imports") if is_first else None
+        start_beacon(prefix, record)
+        record_writes(prefix + ".writes", record.path if record is not None else "")
     run_main(argv)
 
 
-def start_beacon(prefix: str) -> None:
+def import_record(path: str) -> Any:
+    """What tells the keeper of the script's imports; None in a rank that was not forked."""
+    imports = sys.modules.get("_unbroken_imports")
+    if imports is None or given is None:
+        return None
+    return imports.ImportRecord(path, given, imports.installed_folders())
+
+
+def start_beacon(prefix: str, record: Any = None) -> None:
     """Start the beacon; without a writable local folder the script simply runs without one."""
     try:
         os.makedirs(os.path.dirname(prefix), exist_ok=True)
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.environ["UNBROKEN_HEARTBEAT_FD"] = str(writer)
-        sibling("beacon").Beacon(prefix + ".beacon", prefix + ".sock", reader).start()
+        sibling("beacon").Beacon(prefix + ".beacon", prefix + ".sock", reader, record).start()
     except Exception as error:
         print(f"unbroken: no progress beacon: {error}", file=sys.stderr)
 
 
-def record_writes(path: str) -> None:
+def record_writes(path: str, other: str = "") -> None:
     """Record which files the script writes; where that cannot be, open descriptors alone tell."""
     try:
-        sibling("writes").WriteRecorder(path).start()
+        sibling("writes").WriteRecorder(path, other).start()
     except Exception as error:
         print(f"unbroken: no record of written files: {error}", file=sys.stderr)
 
@@ -104,8 +118,11 @@ def allow_tracing() -> None:
         pass
 
 
-def rebuild_streams() -> None:
-    """Std streams on the present descriptors 0, 1, 2, made as `python -u` makes them."""
+def rebuild_streams(in_place: bool = False) -> None:
+    """Std streams on the present descriptors 0, 1, 2, made as `python -u` makes them.
+
+    `in_place`: the objects stay, because modules that were imported hold them.
+    """
     for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         old = getattr(sys, f"__{name}__")
         encoding, errors = (old.encoding, old.errors) if old is not None else ("utf-8", "strict")
@@ -115,11 +132,25 @@ def rebuild_streams() -> None:
         except OSError:  # the descriptor is closed: Python has None there as well
             stream = None
         else:
-            stream = io.TextIOWrapper(raw, encoding, errors, "\n", write_through=True)
+            stream = old if in_place and old is not None else io.TextIOWrapper(io.BytesIO())
+            io.TextIOWrapper.__init__(stream, raw, encoding, errors, "\n", write_through=True)
             stream.mode = "r" if descriptor == 0 else "w"  # type: ignore[misc]
             getattr(raw, "raw", raw).name = f"<{name}>"
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+
+
+def prepare_main(argv: list[str]) -> None:
+    """Let imports before the script find `sys.argv` and a `__main__` as they would in the script."""
+    global prepared_main
+    prepared_main = types.ModuleType("__main__")
+    sys.modules["__main__"] = prepared_main
+    sys.orig_argv = [sys.executable, "-u", *argv]  # novermin: Python 3.9 has none, and takes it
+    if argv[0] == "-m":
+        sys.argv = ["-m", *argv[2:]]
+    else:
+        sys.argv = list(argv)
+        prepared_main.__file__ = os.path.join(os.getcwd(), argv[0])
 
 
 def run_main(argv: list[str], source: str | None = None) -> None:
@@ -127,7 +158,9 @@ def run_main(argv: list[str], source: str | None = None) -> None:
 
     `source`: the program itself, where it is in no file.
     """
-    main = types.ModuleType("__main__")
+    main = prepared_main or types.ModuleType("__main__")
+    main.__dict__.clear()
+    main.__dict__.update(types.ModuleType("__main__").__dict__)
     main.__dict__.update({"__builtins__": builtins} if sys.version_info >= (3, 14) else EARLIER_GLOBALS)
     sys.modules["__main__"] = main
     sys.orig_argv = [sys.executable, "-u", *argv]  # novermin: Python 3.9 has none, and takes it

@@ -24,7 +24,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
 
 if TYPE_CHECKING:
-    from supervisor.training import bootstrap, clients, members, surroundings
+    from supervisor.training import bootstrap, clients, imports, members, surroundings, warm
 else:  # under names that no script's import can meet
     _spec = importlib.util.spec_from_file_location(
         "_unbroken_bootstrap", os.path.join(os.path.dirname(os.path.realpath(__file__)), "bootstrap.py")
@@ -33,6 +33,7 @@ else:  # under names that no script's import can meet
     sys.modules[_spec.name] = bootstrap
     _spec.loader.exec_module(bootstrap)
     clients, members, surroundings = (bootstrap.sibling(name) for name in ("clients", "members", "surroundings"))
+    imports, warm = (bootstrap.sibling(name) for name in ("imports", "warm"))
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.run")
 PRELOAD_IF_THERE = (
@@ -78,6 +79,12 @@ class Become:
         """What SIGINT does to a launcher: nothing where the keeper was started so."""
         self.blocked: set[Any] = set()
         """Signals to block again once its own handlers are set: those that the keeper was started with."""
+        self.changed: dict[str, str | None] = {}
+        """Variables that imports of a fork server have set, or removed (None)."""
+        self.channel: socket.socket | None = None
+        """To the keeper, of a fork server."""
+        self.record: dict[str, Any] | None = None
+        """What a fork server is to import."""
 
 
 class Keeper:
@@ -103,6 +110,7 @@ class Keeper:
         self.limits: dict[str, Any] = surroundings.limits()
         self.interrupt: Any = signal.default_int_handler
         self.become: Become | None = None
+        self.warm = warm.Warm(self, Become)
 
     def note(self, number: int, _frame: object) -> None:
         """A signal that was sent to every process of the job, or to us by mistake."""
@@ -136,6 +144,7 @@ class Keeper:
         signal.set_wakeup_fd(self.wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        imports.keeper_has = frozenset(sys.modules)
         gc.collect()
         gc.freeze()
         self.members.ready = True
@@ -144,11 +153,14 @@ class Keeper:
 
     def serve(self) -> Become:
         while True:
-            timeout = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
-            for key, events in self.selector.select(timeout):
+            waits = [self.warm.wait_s(), None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())]
+            for key, events in self.selector.select(min((one for one in waits if one is not None), default=None)):
                 self._handle(key.fileobj, events)
                 if self.become is not None:
                     return self.become
+            self.warm.safely(self.warm.tick)
+            if self.become is not None:
+                return self.become
             if self.kill_at is not None and time.monotonic() >= self.kill_at:
                 self.kill_at = None
                 self.members.kill_all("the grace of a stop is over")
@@ -160,6 +172,10 @@ class Keeper:
             self._reap()
         elif isinstance(source, clients.Client):
             self._serve_client(source, events)
+        elif isinstance(source, warm.ServerProcess):
+            self.warm.safely(self.warm.heard, source)
+        elif isinstance(source, warm.ForkOrder):
+            self.warm.safely(self.warm.forked, source)
         else:  # the pidfd of a cold worker
             self.selector.unregister(source)
             self.members.cold_gone(source)
@@ -233,6 +249,7 @@ class Keeper:
             return
         self.clients.discard(client)
         self.selector.unregister(client)
+        self.warm.client_gone(client)
         client.close()
         worker, client.worker = client.worker, None
         if worker is not None:
@@ -271,7 +288,7 @@ class Keeper:
             self.members.finish(client.worker, int(message["status"]))
             return None
         name = str(message.get("op"))
-        operation: Callable[[clients.Client, dict[str, Any]], dict[str, Any]] | None = None
+        operation: Callable[[clients.Client, dict[str, Any]], dict[str, Any] | None] | None = None
         if name in OPERATIONS:
             operation = getattr(self, f"_{name}")
         if operation is None:
@@ -287,6 +304,7 @@ class Keeper:
         self.members.kill_attempts(self.attempt - 1)  # what dead ranks left behind holds memory and ports
         self.extra_args = [str(argument) for argument in message.get("args") or []]
         self.extra_env = {str(name): str(value) for name, value in (message.get("env") or {}).items()}
+        self.warm.new_attempt()
         return {"ok": True}
 
     def _kill(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +328,7 @@ class Keeper:
         argv = [str(argument) for argument in message["argv"]]
         become = Become(argv, message, client.descriptors[:3], worker=False)
         self.kill_at = None
-        pid = self._fork(become)
+        pid = self.fork(become)
         if pid == 0:
             return {}
         client.drop_descriptors()
@@ -318,7 +336,7 @@ class Keeper:
         self.log(f"launcher {pid}")  # its words stand in node.json: there may be a secret among them
         return {"pid": pid}
 
-    def _worker(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
+    def _worker(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any] | None:
         environ = {**message["env"], **self.extra_env}
         refusal = str(message.get("cold") or "") or self.error
         refusal = refusal or surroundings.difference(
@@ -337,12 +355,31 @@ class Keeper:
             raise ValueError("the stub has given up")
         message["env"] = environ
         argv = [str(argument) for argument in message["argv"]] + self.extra_args
-        pid = self._fork(Become(argv, message, client.descriptors, worker=True))
-        if pid == 0:
-            return {}
+        if not self.warm.ask(client, message, argv):
+            self.fork_worker(client, message, argv)
+        return None
+
+    def fork_worker(self, client: clients.Client, message: dict[str, Any], argv: list[str]) -> None:
+        """Fork a rank from this process. In the child `become` is set."""
+        pid = self.fork(Become(argv, message, client.descriptors, worker=True))
+        if pid != 0:
+            self.has_forked(client, message, argv, pid)
+
+    def has_forked(self, client: clients.Client, message: dict[str, Any], argv: list[str], pid: int) -> None:
         client.drop_descriptors()
-        self._own(client, members.Worker.of(environ, pid, self.attempt, int(message.get("stub") or 0)))
-        return {"pid": pid}
+        worker = members.Worker.of(message["env"], pid, self.attempt, int(message.get("stub") or 0))
+        self._own(client, worker)
+        self.warm.started(message, argv, worker.local_rank)
+        self.send(client, {"pid": pid})
+        self._tell_watchers()
+
+    @staticmethod
+    def is_parent_of(pid: int) -> bool:
+        return bool(members.parent(pid) == os.getpid())
+
+    @staticmethod
+    def prctl(option: int, argument: int) -> None:
+        LIBC.prctl(option, ctypes.c_ulong(argument), 0, 0, 0)
 
     def _cold(self, client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
         pid = int(message["pid"])
@@ -363,7 +400,7 @@ class Keeper:
         worker.owner = client
         self.members.add(worker)
 
-    def _fork(self, become: Become) -> int:
+    def fork(self, become: Become) -> int:
         """0 in the child, whose `serve` then returns."""
         become.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         pid = -1
@@ -391,6 +428,7 @@ class Keeper:
         """
         self.selector.close()
         self.listener.close()
+        self.warm.close_in_fork()
         raw = [self.wake_reader, self.wake_writer, *self.members.take_descriptors()]
         for client in self.clients:
             raw += client.descriptors
@@ -415,7 +453,11 @@ def main() -> None:
     keeper.prepare()
     become = keeper.serve()
     settle = bootstrap.sibling("settle")
-    settle.settle(become, keeper.close_in_fork)
+    close_in_fork: Callable[[], None] | None = keeper.close_in_fork
+    if become.channel is not None:  # a fork server; what goes on from here is a rank that it has forked
+        become = bootstrap.sibling("fork_server").serve(become, keeper.close_in_fork)
+        close_in_fork = None
+    settle.settle(become, close_in_fork)
     if become.worker:
         bootstrap.run_worker(become.argv)
     else:

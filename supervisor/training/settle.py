@@ -20,13 +20,26 @@ TORCH_SEED = 67280421310721
 TORCHRUN = "import sys\nfrom torch.distributed.run import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
-def settle(become: Any, close_in_fork: Callable[[], None]) -> None:
-    """Turn the fork into what it is to be. `close_in_fork`: closes the keeper's descriptors."""
+def settle(become: Any, close_in_fork: Callable[[], None] | None) -> None:
+    """Turn the fork into what it is to be.
+
+    `close_in_fork`: closes the keeper's descriptors; None in a fork of a fork server, which has closed them.
+    """
     for number, descriptor in enumerate(become.descriptors):
         os.dup2(descriptor, number)
-    close_in_fork()
+    if close_in_fork is not None:
+        close_in_fork()
+    else:
+        for descriptor in become.descriptors:
+            os.close(descriptor)
     os.environ.clear()
     os.environ.update(become.environ)
+    bootstrap.given = dict(become.environ)
+    for name, value in become.changed.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     if become.umask is not None:
         os.umask(become.umask)
     if become.cwd is not None:
@@ -41,7 +54,7 @@ def settle(become: Any, close_in_fork: Callable[[], None]) -> None:
             signal.signal(handled, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, become.blocked)
     name_process([sys.executable, *(["-u"] if become.worker else [console_script() or "torchrun"]), *become.argv])
-    bootstrap.rebuild_streams()
+    bootstrap.rebuild_streams(in_place=close_in_fork is None)
     # The keeper froze what it had imported. At the end all of it is to be collected, or libraries tell of leaks.
     atexit.register(gc.unfreeze)
     refresh_modules()

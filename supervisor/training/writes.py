@@ -46,19 +46,21 @@ class WriteRecorder:
     `i`: what was told by `w` is open by now; more: what stands there, as for `w`.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, other: str = "") -> None:
+        """`other`: another file of ours."""
         self.path = path
+        self.other = other
         self.torch_is_told = False
 
     def start(self) -> None:
-        own, note, let_pass = self.path, self._note, self._let_pass_what_is_not_ours
+        own, other, note, let_pass = self.path, self.other, self._note, self._let_pass_what_is_not_ours
 
         def heard(event: str, args: tuple[Any, ...]) -> None:  # a method would take ten times as long to be called
             if event not in EVENTS:
                 return
             try:
                 if event == "open":
-                    if not args[2] & WRITING or args[0] is own:
+                    if not args[2] & WRITING or args[0] is own or args[0] is other:
                         return
                 elif event == "import" and self.torch_is_told:
                     return

@@ -62,13 +62,15 @@ class Connection:
 class Keeper:
     """A keeper process, what it says, and its stub."""
 
-    def __init__(self, local_dir: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, local_dir: Path, environment: dict[str, str] | None = None, python: str = sys.executable
+    ) -> None:
         self.local_dir = local_dir
         self.environment = environment if environment is not None else {**user_environment(), "OMP_NUM_THREADS": "1"}
-        self.stub = training.write_stub(local_dir, sys.executable)
+        self.stub = training.write_stub(local_dir, python)
         with open(local_dir / "launcher.out", "wb") as out, open(local_dir / "launcher.err", "wb") as err:
             self.process = subprocess.Popen(
-                training.keeper_command(sys.executable, local_dir),
+                training.keeper_command(python, local_dir),
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
