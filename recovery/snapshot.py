@@ -331,7 +331,7 @@ class RankMemory:
         places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[number].detach() for number in places]
         others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        group, equal = _replicas(replicas, tensors)
+        group, members, equal = _replicas(replicas, tensors, self.world)
         layout = self._layout(places, tensors, spec, equal)
         table = pickle.dumps((layout.fixed, others), protocol=4)
         headers = [slot.header() for slot in self.slots]
@@ -358,7 +358,7 @@ class RankMemory:
         other = headers[1 - number]
         if other is not None and other.attempt == self.attempt and other.step > step:
             self.slots[1 - number].void()  # the script went back by itself: what came after is of another run
-        self._start_sums(number, sequence, layout, group)
+        self._start_sums(number, sequence, layout, {"group": group, "members": members})
         return self._staged(number, layout, spec, leaves, tensors) if staged else True
 
     def _layout(self, places: list[int], tensors: list[Any], spec: Any, equal: list[bool]) -> Layout:
@@ -465,7 +465,7 @@ class RankMemory:
             self.summing.join()
             self.summing, self.stop_summing = None, False
 
-    def _start_sums(self, number: int, sequence: int, layout: Layout, group: str) -> None:
+    def _start_sums(self, number: int, sequence: int, layout: Layout, about: dict[str, Any]) -> None:
         array, slot = self.arrays[number], self.slots[number]
 
         def work() -> None:
@@ -473,7 +473,7 @@ class RankMemory:
                 found = sums(array, layout.ranges, lambda: self.stop_summing)
                 if found is not None:
                     replicas = dict(zip(layout.names, found))
-                    slot.write_sums(sequence, {"content": found, "group": group, "replicas": replicas})
+                    slot.write_sums(sequence, {"content": found, "replicas": replicas, **about})
             except Exception as error:
                 _say(f"snapshots have no sums: {error}")
 
@@ -481,21 +481,26 @@ class RankMemory:
         self.summing.start()
 
 
-def _replicas(replicas: Any, tensors: list[Any]) -> tuple[str, list[bool]]:
-    """A name for the group of ranks that have the same, and which of the tensors are meant."""
+def _replicas(replicas: Any, tensors: list[Any], world: int) -> tuple[str, int, list[bool]]:
+    """A name for the ranks that have the same, how many they are, and which of the tensors are meant."""
+    none = "", 0, [False] * len(tensors)
     if replicas is None or replicas is False:
-        return "", [False] * len(tensors)
+        return none
     plain = [_local(one) is one and (one.is_floating_point() or one.is_complex()) for one in tensors]
     if replicas is True:
-        return "all", plain
+        return "all", world, plain
     if not hasattr(replicas, "process_group"):
-        return _group_name(replicas), plain
+        return _group_name(replicas), len(list(replicas)), plain
     if getattr(replicas, "_comm_hooks", None):
-        return "", [False] * len(tensors)  # a hook may let the replicas drift apart on purpose
+        return none  # a hook may let the replicas drift apart on purpose
     left_out = set(getattr(replicas, "parameters_to_ignore", ()))
     known = {one.data_ptr() for name, one in replicas.module.named_parameters() if name not in left_out}
-    group = _group_name(torch.distributed.get_process_group_ranks(replicas.process_group))
-    return group, [is_plain and one.data_ptr() in known for is_plain, one in zip(plain, tensors)]
+    ranks = torch.distributed.get_process_group_ranks(replicas.process_group)
+    return (
+        _group_name(ranks),
+        len(ranks),
+        [is_plain and one.data_ptr() in known for is_plain, one in zip(plain, tensors)],
+    )
 
 
 def _group_name(ranks: Iterable[int]) -> str:

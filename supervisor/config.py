@@ -523,6 +523,8 @@ class NodePlan(Frozen, frozen=True, kw_only=True):
     spare: bool = False
     scheduler_node: str = ""
     """What the scheduler calls this node; empty: as `node`."""
+    snapshot_files: tuple[str, ...] = ()
+    """Memory for the snapshots of this node's ranks (`recovery.snapshot_memory`), held open by the front."""
     settings: Settings = Settings()
     """Of this node, with absolute paths. Those that count for the whole job are in `spec`, too: it is journalled."""
 

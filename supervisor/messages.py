@@ -17,6 +17,7 @@ from recovery.checkpoint import Checkpoint, Preparation, Resume
 from recovery.policy import Mode
 from recovery.rollback import Guard
 from recovery.scheduling import RequestOutcome
+from recovery.snapshot_choice import NodeSnapshot, RankSnapshot
 from supervisor.node_diff import Difference
 
 PROTOCOL = 3
@@ -69,6 +70,8 @@ class StoreOffer(Frozen, frozen=True, kw_only=True):
     host: str
     port: int
     local_world_size: int
+    snapshots: tuple[NodeSnapshot, ...] = ()
+    """What all ranks of the node hold in memory, now that none of them runs."""
 
 
 class Round(Frozen, frozen=True, kw_only=True):
@@ -90,6 +93,8 @@ class Round(Frozen, frozen=True, kw_only=True):
     """With `names`: how many nodes there are."""
     first: str = ""
     """With `names`: the node of group rank 0."""
+    snapshot: tuple[int, int] | None = None
+    """Attempt and step of the snapshot in memory from which all ranks start, if the script asks for it."""
 
     def rank_of(self, node: str) -> int | None:
         """The group rank of `node`; None: it is no member."""
@@ -163,6 +168,8 @@ class Heartbeat(Frozen, frozen=True, kw_only=True, tag="heartbeat"):
     """The newest 8, newest first; None when unchanged since the last heartbeat on this connection."""
     checkpoint_folders: tuple[str, ...] | None = None
     """Where this node's ranks were seen to write checkpoints (none where the user has named them); goes with those."""
+    snapshots: tuple[RankSnapshot, ...] | None = None
+    """What the ranks hold in memory; None when unchanged since it was sent on this connection."""
     stop_request: str = ""
     """`SIGINT` or `SIGTERM` once the front has received it; `FRONT_GONE` when the front was killed."""
     notices: tuple[str, ...] = ()
@@ -564,6 +571,19 @@ class LossSeen(Event, frozen=True, kw_only=True, tag="loss_seen"):
     """The newest."""
 
 
+class ReplicasDiffer(Event, frozen=True, kw_only=True, tag="replicas_differ"):
+    """Tensors that the script declares to be the same on all of its replicas are not, in a snapshot."""
+
+    attempt: int
+    step: int
+    compared: int
+    """How many replicas there are."""
+    odd: tuple[int, ...] = ()
+    """The ranks that differ from the majority, at most 16; none: there is no majority of at least three."""
+    since: float | None = None
+    """When the newest snapshot was written in which they were the same."""
+
+
 class SpaceSeen(Event, frozen=True, kw_only=True, tag="space_seen"):
     """Whether a node's disks have room, while the job waits for it; sent when that has changed."""
 
@@ -715,6 +735,7 @@ AnyEvent = (
     | StragglersSeen
     | NumbersSeen
     | LossSeen
+    | ReplicasDiffer
     | SpaceSeen
     | StopRequested
     | NodeDone

@@ -82,7 +82,14 @@ KINDS: Final[dict[str, Kind]] = {
         "attempt {attempt} starts on {count:#node} ({nodes})[; newest good checkpoint: {checkpoint}]"
         "[no_checkpoint?; no good checkpoint was found][, but {gone} was there before: is its file system mounted?]"
     ),
+    "snapshot_held": _kind(
+        "all ranks of attempt {attempt} hold a snapshot of step {step} in memory, and may start from it"
+    ),
     "attempt_runs": _kind("attempt {attempt} runs"),
+    "replicas_differ": _kind(
+        "{what}, and no majority of at least three says who is right. Checkpoints written since they were the same are "
+        "used only if no other is left"
+    ),
     "attempt_delayed": _kind("the next attempt starts in {delay_s:.0f} s"),
     "resume_unknown": _kind("cannot determine the checkpoint to resume from ({why}): the script decides"),
     "resumed_early": _kind("the run resumed at step {step}, although there is a checkpoint of step {expected}"),

@@ -24,6 +24,7 @@ import msgspec
 from recovery.checkpoint import PutBack
 from recovery.cordon import DrainRequest, clean_reason, may_be_asked, request_file
 from recovery.quarantine import PreparationError, prepare
+from recovery.snapshot_memory import CHOSEN_VARIABLE, FILES_VARIABLE
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.reconcile import (
@@ -327,6 +328,10 @@ class ActionRunner:
         formed, resume, attempt = assignment.round, assignment.resume, assignment.attempt
         assert formed is not None
         env = {"UNBROKEN_ATTEMPT": str(attempt), "UNBROKEN_JOB_DIR": self._plan.job_dir}
+        if self._plan.snapshot_files:
+            env[FILES_VARIABLE] = ":".join(self._plan.snapshot_files)
+        if formed.snapshot is not None:
+            env[CHOSEN_VARIABLE] = "{}:{}".format(*formed.snapshot)
         args: list[str] = []
         skip = resume.skip_batches if resume is not None else 0
         if skip:

@@ -24,6 +24,7 @@ import msgspec
 
 from diagnosis import rules
 from diagnosis.signals import RankSample, from_wait_status
+from recovery.snapshot_choice import of_node
 from supervisor.agent.actions import ActionRunner, DrainRequests, LauncherSocket
 from supervisor.agent.checkpoints import CheckpointMonitor, is_utf8
 from supervisor.agent.evidence import EvidenceCollector
@@ -33,6 +34,7 @@ from supervisor.agent.orphan import EXIT_NO_CONTROLLER, OrphanHandler
 from supervisor.agent.procfs import ProcessIdentity
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.reconcile import Collect, launcher_state, out_of_bounds, reconcile
+from supervisor.agent.snapshots import SnapshotMonitor
 from supervisor.agent.space import SpaceMonitor
 from supervisor.agent.state import AgentState
 from supervisor.config import NodePlan, load_site_or_default, read_plan, use_rules
@@ -112,18 +114,21 @@ class HeartbeatBuilder:
         ranks: RankMonitor,
         checkpoints: CheckpointMonitor,
         health: HealthMonitor,
+        snapshots: SnapshotMonitor,
     ) -> None:
         self._state = state
         self._link = link
         self._ranks = ranks
         self._checkpoints = checkpoints
         self._health = health
+        self._snapshots = snapshots
         self._incarnation = time.time_ns()
         self._seq = 0
         self._keeper_gone_since: float | None = time.monotonic()
         self._sent_checkpoints = (-1, -1)
         """Of the heartbeat before: how often the checkpoints had changed, and the number of the connection."""
         self._sent_inventory = (-1, -1)
+        self._sent_snapshots = (0, -1)
 
     def build(self) -> Heartbeat:
         state, saved, assignment = self._state, self._state.saved, self._state.assignment
@@ -131,7 +136,7 @@ class HeartbeatBuilder:
         launcher, how = launcher_state(state.situation(), self._keeper_gone_s())
         ended = state.keeper.launcher if launcher == "ended" and state.keeper is not None else None
         attempt = max(saved.joined, state.newest_attempt)
-        new_checkpoints, new_inventory = self._is_new()
+        new_checkpoints, new_inventory, new_snapshots = self._is_new()
         return Heartbeat(
             node=state.plan.node,
             incarnation=self._incarnation,
@@ -152,6 +157,7 @@ class HeartbeatBuilder:
             findings_from=saved.findings_from,
             checkpoints=self._checkpoints.checkpoints if new_checkpoints else None,
             checkpoint_folders=tuple(map(str, self._checkpoints.learned)) if new_checkpoints else None,
+            snapshots=self._snapshots.held if new_snapshots else None,
             stop_request=saved.stop_request,
             notices=state.notices.reported,
             inventory=self._health.inventory if new_inventory else None,
@@ -159,14 +165,16 @@ class HeartbeatBuilder:
             done=state.done_at is not None,
         )
 
-    def _is_new(self) -> tuple[bool, bool]:
-        """Whether checkpoints and inventory go with this heartbeat: once for each change and each connection."""
+    def _is_new(self) -> tuple[bool, bool, bool]:
+        """Whether checkpoints, inventory and snapshots go with this heartbeat: once for each change and connection."""
         checkpoints = (self._checkpoints.changes, self._link.connections)
         inventory = (self._health.inventory_version, self._link.connections)
         new_checkpoints = checkpoints != self._sent_checkpoints
         new_inventory = inventory != self._sent_inventory and bool(self._health.inventory)
-        self._sent_checkpoints, self._sent_inventory = checkpoints, inventory
-        return new_checkpoints, new_inventory
+        snapshots = (self._snapshots.changes, self._link.connections if self._snapshots.changes else -1)
+        new_snapshots = snapshots != self._sent_snapshots
+        self._sent_checkpoints, self._sent_inventory, self._sent_snapshots = checkpoints, inventory, snapshots
+        return new_checkpoints, new_inventory, new_snapshots
 
     def _keeper_gone_s(self) -> float:
         if self._state.keeper is not None:
@@ -177,11 +185,12 @@ class HeartbeatBuilder:
         return time.monotonic() - self._keeper_gone_since
 
     def _offer(self) -> StoreOffer | None:
-        """The launcher's store, under the address by which other nodes reach this one."""
+        """The launcher's store, under the address by which other nodes reach this one, and what its ranks hold."""
         offer = self._state.offer
-        if offer is None or offer.host:
-            return offer
-        return msgspec.structs.replace(offer, host=self._link.address or "127.0.0.1")
+        if offer is None:
+            return None
+        host = offer.host or self._link.address or "127.0.0.1"
+        return msgspec.structs.replace(offer, host=host, snapshots=of_node(self._snapshots.held))
 
     def _samples(self, attempt: int) -> tuple[RankSample, ...]:
         """The ranks of `attempt`. The end of a failed rank is held back until its evidence can go with it."""
@@ -241,6 +250,7 @@ class NodeAgent:
             shared_dir=state.paths.of_all_jobs,
             kernel_log=plan.settings.run.kernel_log,
         )
+        self._snapshots = SnapshotMonitor(plan.snapshot_files)
         self._job = JobMonitor(plan, self._checkpoints, self._link)
         self._space = SpaceMonitor(state)
 
@@ -252,7 +262,9 @@ class NodeAgent:
         self._drain_requests = DrainRequests(state, site.drain_requests)
 
         # What it reports.
-        self._heartbeat = HeartbeatBuilder(state, self._link, self._ranks, self._checkpoints, self._health)
+        self._heartbeat = HeartbeatBuilder(
+            state, self._link, self._ranks, self._checkpoints, self._health, self._snapshots
+        )
         self._metrics = metrics_port(plan, self._health, self._link, self._ranks)
         state.notices.report(site_problem)
         state.notices.report(rules_problem)
@@ -376,6 +388,7 @@ class NodeAgent:
         workers = self._state.keeper.workers if self._state.keeper is not None else ()
         backlog = self._look_at_ranks_and_node(workers)
         self._look_at_front()
+        self._snapshots.look()
         self._low_priority_work(workers)
         self._looked_at = now
         self._next_look = now + (LOOK_EVERY_BACKLOG_S if backlog else self._look_pause_s(now))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from diagnosis.hang import watch as hang
 from diagnosis.signals import LossAlarm, RankSample
 from diagnosis.stragglers import StragglerWatch
+from recovery.snapshot_choice import RankSnapshot, ReplicaWatch
 from supervisor import messages as m
 from supervisor.node_diff import Difference, NodeDiffMonitor
 
@@ -144,6 +145,9 @@ class HeartbeatEvents:
         self._loss_told: tuple[str, float] = ("", 0.0)
         """The kind of the alarm that was told last (none: it is well), and when."""
         self._ticked_at: float | None = None
+        self._snapshots: dict[str, tuple[RankSnapshot, ...]] = {}
+        """By node: what its ranks hold in memory."""
+        self._replicas = ReplicaWatch()
 
     def observe(self, beat: m.Heartbeat, now: float) -> list[m.AnyEvent]:
         """The events in one heartbeat; none if it is older than one that was seen."""
@@ -264,6 +268,16 @@ class HeartbeatEvents:
         """Fresher than what the job was told."""
         return Newest(self._attempt, self._step, self._step_at, self._last_step, self._broken)
 
+    @property
+    def snapshot(self) -> RankSnapshot | None:
+        """The newest snapshot that all ranks of the newest attempt hold; that of one of them."""
+        held: dict[tuple[int, int], list[RankSnapshot]] = {}
+        for seen in self._snapshots.values():
+            for one in seen:
+                held.setdefault((one.attempt, one.step), []).append(one)
+        whole = [key for key, ones in held.items() if len({one.rank for one in ones}) == ones[0].world]
+        return max(held[max(whole)], key=lambda one: one.at) if whole else None
+
     # ----- one heartbeat -----
 
     def _reports(self, beat: m.Heartbeat, seen: _Seen, now: float, events: list[m.AnyEvent]) -> None:
@@ -272,6 +286,9 @@ class HeartbeatEvents:
         if beat.checkpoints is not None:
             folders = beat.checkpoint_folders or ()
             events.append(m.CheckpointsSeen(at=now, node=beat.node, checkpoints=beat.checkpoints, folders=folders))
+        if beat.snapshots is not None:
+            self._snapshots[beat.node] = beat.snapshots
+            self._compare_replicas(beat.snapshots, now, events)
         if beat.stop_request and beat.stop_request != seen.stop_request:
             events.append(m.StopRequested(at=now, node=beat.node, signal=beat.stop_request))
         seen.stop_request = beat.stop_request
@@ -295,6 +312,14 @@ class HeartbeatEvents:
                 self._watch.note_stacks(now, piece.stacks)
                 self._watch.note_flights(now, piece.flights)
                 events.append(m.EvidenceArrived(at=now, evidence=piece))
+
+    def _compare_replicas(self, held: tuple[RankSnapshot, ...], now: float, events: list[m.AnyEvent]) -> None:
+        for one in self._replicas.observe(held):
+            odd, since = one.odd[:16], one.agreed_at
+            differ = m.ReplicasDiffer(
+                at=now, attempt=one.attempt, step=one.step, compared=one.ranks, odd=odd, since=since
+            )
+            events.append(differ)
 
     def _workers(self, beat: m.Heartbeat, seen: _Seen, now: float, events: list[m.AnyEvent]) -> None:
         if beat.attempt != seen.attempt:

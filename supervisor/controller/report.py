@@ -20,7 +20,7 @@ from supervisor import messages as m
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
 from supervisor.job.view import slow_text
 from supervisor.notes import repeats, same, tells, text_of
-from supervisor.view import rfc3339
+from supervisor.view import rfc3339, utc
 
 if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
@@ -139,8 +139,13 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
         view = msgspec.structs.replace(view, state="DIAGNOSING", waiting=waiting)
     offsets = {name: connection.clock_offset_s for name, connection in loop.connections.items()}
 
+    held = loop.watch.snapshot
+
     def status() -> dict[str, object]:
         told = status_of(view, {"epoch": epoch, "agents": sorted(agents), "journal": stall or "ok"})
+        if held is not None:
+            written_at = rfc3339(utc(held.at))
+            told["snapshot"] = {"attempt": held.attempt, "step": held.step, "ranks": held.world, "at": written_at}
         for node in told["nodes"]:
             node["clock_offset_s"] = offsets.get(node["node"])
         return told
@@ -271,6 +276,9 @@ def _tell_more(event: m.AnyEvent) -> tuple[str, bool]:
                 return "the loss is well again", True
             since = "" if event.alarm.step is None else f" since step {event.alarm.step}"
             return f"the loss of {rank_names(event.ranks)} has gone wrong ({event.alarm.kind}){since}", True
+        case m.ReplicasDiffer():
+            who = f"not on {rank_names(event.odd)}" if event.odd else "on no majority of them"
+            return f"replicas at step {event.step}: the same {who}", False
         case m.VersionsCompared():
             return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
         case m.StopRequested():
@@ -385,7 +393,13 @@ def _round(given: m.Round | None) -> m.Round | None:
     if given is None:
         return None
     names = given.names or (digest_of(given.nodes) if given.nodes else "")
-    return m.Round(attempt=given.attempt, store_host=given.store_host, store_port=given.store_port, names=names)
+    return m.Round(
+        attempt=given.attempt,
+        store_host=given.store_host,
+        store_port=given.store_port,
+        names=names,
+        snapshot=given.snapshot,
+    )
 
 
 def _unnamed(given: m.Round | None) -> m.Round | None:

@@ -29,6 +29,8 @@ from recovery.checkpoint import (
     going_on,
     newest,
 )
+from recovery.snapshot_choice import NodeSnapshot, common
+from recovery.snapshot_choice import choose as choose_snapshot
 from supervisor import messages as m
 from supervisor.job.core import (
     CloseFailures,
@@ -123,14 +125,18 @@ class Checkpoints:
 
     def _marked(self, checkpoint: Checkpoint) -> Checkpoint:
         at = checkpoint.modified_at
-        step = checkpoint.step
-        within = any(
+        if (
+            self.is_suspect(at, checkpoint.step) or (checkpoint.path, at) in self._suspects
+        ) and checkpoint.path not in self._vouched:
+            return msgspec.structs.replace(checkpoint, suspect=True)
+        return checkpoint
+
+    def is_suspect(self, at: float, step: int | None) -> bool:
+        """Whether what was written at this time, of this step, was written while something was wrong."""
+        return any(
             since <= at and (until is None or at <= until) and (good is None or step is None or step > good)
             for since, until, good in self._suspect_spans
         )
-        if (within or (checkpoint.path, at) in self._suspects) and checkpoint.path not in self._vouched:
-            return msgspec.structs.replace(checkpoint, suspect=True)
-        return checkpoint
 
     def newest_complete(self) -> Checkpoint | None:
         complete = [one for one in self.candidates() if one.complete]
@@ -470,6 +476,8 @@ class Attempts:
         """The first step of the first attempt."""
         self._places: tuple[str, ...] = ()
         """The members of the last attempt whose workers ran, in the order of their ranks."""
+        self._snapshots_from = 0
+        """No attempt starts from a snapshot that an earlier one than this wrote."""
         self._gather_until = 0.0
         """Before this it starts only with all nodes."""
         self._last_started = 0
@@ -658,8 +666,13 @@ class Attempts:
             return
         attempt.world_size = sum(offer.local_world_size for offer in attempt.offers.values())
         offer = attempt.offers[attempt.members[0]]
+        snapshot = self._snapshot(attempt)
         attempt.round = m.Round(
-            attempt=attempt.number, nodes=attempt.members, store_host=offer.host, store_port=offer.port
+            attempt=attempt.number,
+            nodes=attempt.members,
+            store_host=offer.host,
+            store_port=offer.port,
+            snapshot=None if snapshot is None else (snapshot.attempt, snapshot.step),
         )
         self._places = attempt.members
         self.checkpoints.attempt_starts()
@@ -679,11 +692,29 @@ class Attempts:
             given_up_from=first if first < attempt.number - 1 else None,
             given_up_to=attempt.number - 1,
         )
+        if snapshot is not None:
+            yield note("snapshot_held", attempt=attempt.number, step=snapshot.step)
         self._last_started = attempt.number
         yield Mark("rendezvous")
         yield cancel("form")
         yield Timer("start", now + START_LIMIT_S)
         self._nodes.touch_all()
+
+    def _snapshot(self, attempt: Attempt) -> NodeSnapshot | None:
+        """The snapshot in memory that all ranks of the attempt hold, if it is newer than the checkpoint and trusted.
+
+        After a rollback, and where one is not trusted, no later attempt may start from what was there before either.
+        """
+        offers = [(attempt.offers[name].local_world_size, attempt.offers[name].snapshots) for name in attempt.members]
+        held = [one for one in common(offers) if one.attempt >= self._snapshots_from]
+        trusted = [one for one in held if not self.checkpoints.is_suspect(one.at, one.step)]
+        if len(trusted) < len(held) or self.checkpoints.rolls_back:
+            self._snapshots_from = attempt.number
+        if self.checkpoints.rolls_back:
+            return None
+        resume = attempt.resume
+        step = resume.step if resume.step is not None else self.checkpoints.step_of(resume.path)
+        return choose_snapshot(trusted, checkpoint=bool(resume.path), checkpoint_step=step)
 
     def preparation_failed(self, event: m.PreparationFailed) -> Wants:
         attempt = self.current

@@ -1101,6 +1101,9 @@ class Incidents:
         lost = first is not None and broke is not None and broke.step is not None
         compared = bool(resume.path) and resume.step is not None and first is not None
         resumed = compared and first is not None and resume.step is not None and first > resume.step
+        checkpoint, snapshot = resume.path, attempt.round.snapshot if attempt.round is not None else None
+        if snapshot is not None and first is not None and first > snapshot[1]:
+            checkpoint, compared, resumed = f"the snapshot of step {snapshot[1]} in memory", True, True
         return note(
             "recovered",
             incident=record.id,
@@ -1109,8 +1112,8 @@ class Incidents:
             took_s=sum(record.seconds().values()),
             lost_steps=record.redone_steps if lost else None,
             what=record.what,
-            checkpoint=resume.path,
-            offered=bool(resume.path) and not compared,
+            checkpoint=checkpoint,
+            offered=bool(checkpoint) and not compared,
             resumed=resumed,
             ignored=compared and not resumed,
         )
@@ -1387,6 +1390,8 @@ class Degraded:
         self._failed_devices: dict[tuple[str, str, FailureClass], Finding] = {}
         """By node, device and class: in the current attempt, reported or to be reported."""
         self._devices_reported = 0
+        self._replicas_reported = False
+        """In the current attempt: corruption does not go away, and spreads."""
 
     def finding_arrived(self, finding: Finding, node: str) -> Wants:
         """`node`: whose agent has found it. A warning (about a skipped step, say) does not count."""
@@ -1437,6 +1442,40 @@ class Degraded:
             text = f"{text} (step {attempt.step})"
         why = "No restart. Checkpoints written from now on are used only if no other is left"
         yield from self._incidents.open_with_plan(OpenIncident("signal", text, at), why, "degraded")
+
+    def replicas_differ(self, event: m.ReplicasDiffer) -> Wants:
+        """Silent corruption: which rank it is, if a majority of replicas tells. No restart, but nothing is trusted that
+        was written since they were the same."""
+        attempt, core = self._attempts.live(event.attempt), self._core
+        if attempt is None or core.state != "RUNNING" or self._replicas_reported:
+            return
+        self._replicas_reported = True
+        what = f"the replicated tensors of {event.compared} ranks are not the same at step {event.step}"
+        self._attempts.checkpoints.suspect_from(event.since or attempt.formed_at, event.step)
+        if not event.odd:
+            yield note("replicas_differ", loud=True, what=what)
+            return
+        nodes = attempt.rank_nodes
+        for rank in event.odd:
+            finding = Finding(
+                rule="replica_digests",
+                failure_class=FailureClass.SILENT_DATA_CORRUPTION,
+                confidence=0.9,
+                scope="rank",
+                severity="error",
+                evidence=Evidence(text=f"{what}: rank {rank} differs from the majority", source="agent"),
+                node=nodes.get(rank, ""),
+                rank=rank,
+                at=core.now,
+                attempt=event.attempt,
+                step=event.step,
+            )
+            self._incidents.log.add_finding(finding)
+        where = ", ".join(dict.fromkeys(filter(None, (nodes.get(rank, "") for rank in event.odd))))
+        differ = "differs" if len(event.odd) == 1 else "differ"
+        text = f"{what}: {rank_names(event.odd)} on {where or 'an unknown node'} {differ} from the others"
+        why = "No restart. Checkpoints written since the replicas were the same are used only if no other is left"
+        yield from self._incidents.open_with_plan(OpenIncident("device", text, core.now), why, "degraded")
 
     def _numbers_good(self, step: int | None) -> Wants:
         """NaN weights never give a number again, so checkpoints from now on are as good as before."""
@@ -1513,4 +1552,5 @@ class Degraded:
             yield from self._incidents.close(record, f"attempt {record.attempt} has ended")
         self._failed_devices.clear()
         self._devices_reported, self._numbers_reported, self._bad_from = 0, 0, None
+        self._replicas_reported = False
         yield cancel("device", "degraded")

@@ -218,6 +218,7 @@ class Job:
             m.SilenceSeen: self.hangs.silence_seen,
             m.NumbersSeen: self.degraded.numbers_seen,
             m.LossSeen: self.guard.seen,
+            m.ReplicasDiffer: self.degraded.replicas_differ,
             m.PaceLearned: self._pace_learned,
             # people, the scheduler, a language model
             m.OperatorCommand: self.operator.given,

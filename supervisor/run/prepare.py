@@ -28,6 +28,7 @@ import msgspec
 
 from diagnosis.text import redact_words
 from recovery.scheduling import JobThere, slurm_job
+from recovery.snapshot_memory import make_slots
 from supervisor.config import NodePlan, RunSettings, Settings, absolute, load_site
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
 from supervisor.files import Here, make_shared, read_token
@@ -37,6 +38,9 @@ from supervisor.paths import JOBS, LocalPaths, local_dir, start_time, write_atom
 from supervisor.run.lease import Holder, Lease, holder_here, take
 from supervisor.run.torchrun_options import TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.training import launcher_variables, write_stub
+
+RANKS_EXPECTED = 16
+"""On a node whose number of ranks is not known before torchrun finds it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +75,26 @@ class Prepared:
     local: LocalFolder
     lease: Lease | None = None
     """Of the job: this node is the first of its life."""
+    slots: tuple[int, ...] = ()
+    """Descriptors of the memory for snapshots (`recovery.snapshot_memory`): there while this process is."""
 
     @property
     def job_dir(self) -> Path:
         return Path(self.plan.job_dir)
 
     def release(self) -> None:
-        """Give up the local folder and the lease: nothing of this node runs any more."""
+        """Give up the local folder, the lease and the snapshots: nothing of this node runs any more."""
+        for descriptor in self.slots:
+            os.close(descriptor)
         _let_go(self.local, self.lease)
+
+
+def _slots(read: TorchrunCommand, environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Two for each rank of this node. They take no memory before a script keeps a snapshot."""
+    try:
+        return tuple(make_slots(_processes(read.nproc_per_node, environment) or RANKS_EXPECTED))
+    except OSError:  # no memfds here: no snapshots
+        return ()
 
 
 def _let_go(local: LocalFolder, lease: Lease | None) -> None:
@@ -108,6 +124,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     lease: Lease | None = None
     try:
         lease = _lease(options, read, index, job_dir, holder_here(node, job_id, int(scheduler.get("requeues", 0))))
+        slots = _slots(read, environment)
         launcher_argv, launcher_env = _launcher(read, name, python, node, local.paths, environment)
         plan = NodePlan(
             node=node,
@@ -124,6 +141,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
             index=index,
             spare=options.spare or (step_nodes > 1 and (index or 0) >= read.nodes_max),
             scheduler_node=scheduler_node,
+            snapshot_files=tuple(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in slots),
             settings=settings,
         )
         _write_plan(plan, local.paths)
@@ -139,6 +157,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         notices=read.notices,
         local=local,
         lease=lease,
+        slots=slots,
     )
 
 

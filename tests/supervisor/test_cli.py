@@ -352,4 +352,9 @@ def test_times_and_durations() -> None:
         "3 h 02 min",
         "",
     ]
-    assert plain(StoreOffer(host="h", port=1, local_world_size=2)) == {"host": "h", "port": 1, "local_world_size": 2}
+    assert plain(StoreOffer(host="h", port=1, local_world_size=2)) == {
+        "host": "h",
+        "port": 1,
+        "local_world_size": 2,
+        "snapshots": [],
+    }
