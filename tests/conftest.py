@@ -81,8 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:  # noqa: ARG001 (its name is the hook's)
-    """For `-n auto`: most tests wait most of the time, and torch wants half a gigabyte for each job."""
-    return min(2 * len(os.sched_getaffinity(0)), 8)
+    """For `-n auto`: jobs wait most of the time, and torch wants half a gigabyte for each. One more has the cores work
+    meanwhile (`_dealt`)."""
+    return min(2 * len(os.sched_getaffinity(0)) + 1, 8)
 
 
 def pytest_collection(session: pytest.Session) -> None:  # noqa: ARG001 (its name is the hook's)
@@ -115,13 +116,15 @@ def _dealt(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
     """In the order for `--dist worksteal`, which gives each worker one piece of the list, from its front to its end.
 
     Each piece begins with its share of the long tests, the longest first; the many short ones behind them are what is
-    stolen. Else the last quarter of an hour would belong to one worker.
+    stolen. Else the last quarter of an hour would belong to one worker. Every fifth worker begins with short ones: they
+    need the cores while the long ones wait.
     """
     long = sorted((item for item in items if _lasts_s(item)), key=_lasts_s, reverse=True)
     short = [item for item in items if not _lasts_s(item)]
     dealt: list[pytest.Item] = []
+    with_long = workers - workers // 5
     for number in range(workers):
-        mine = long[number::workers]
+        mine = long[number::with_long] if number < with_long else []
         room = max(0, (len(items) - len(dealt)) // (workers - number) - len(mine))
         dealt += [*mine, *short[:room]]
         short = short[room:]
@@ -203,14 +206,14 @@ def after() -> Callable[[float], None]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str], int], bytes]:
-    """`(script and arguments, ranks)` -> its final weights by plain torchrun, when nothing disturbs it.
+    """`(script and arguments, ranks)` -> its final weights without supervision, when nothing disturbs it.
 
     `{out}` stands for its folder, in which it leaves `final.bin`. Each is run once, by the worker that wants it first.
     """
     session = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         session = session.parent
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    runner = str(Path(__file__).with_name("unsupervised.py"))
 
     def weights(training: Sequence[str], ranks: int) -> bytes:
         key = hashlib.sha256(repr((*training, ranks)).encode()).hexdigest()[:16]
@@ -218,8 +221,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[
         out.mkdir(exist_ok=True)
         with open(out / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            command = [torchrun, "--standalone", "--nproc-per-node", str(ranks)]
-            command += [word.format(out=out) for word in training]
+            command = [sys.executable, runner, str(ranks), *(word.format(out=out) for word in training)]
             for _ in range(2):  # torch 2.13 aborts at its end now and then; it is not what is tested here
                 if (out / "ended-well").exists() or _ends_well(command, out / "log"):
                     (out / "ended-well").touch()
