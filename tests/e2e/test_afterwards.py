@@ -122,6 +122,7 @@ def load():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", ["1", "0"])
 def test_what_libraries_hold_is_freed_at_the_end_as_under_torchrun(tmp_path: Path, warm: str) -> None:
     """Else some print what they call leaks (nanobind). torch loads this one when it is imported itself."""

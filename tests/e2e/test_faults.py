@@ -53,6 +53,7 @@ def test_a_deadlock(supervise: Supervise) -> None:
     assert job.incidents()[0]["seconds"]["detect"] < 20, "4 s on a machine that is not busy"
 
 
+@pytest.mark.slow
 def test_a_silent_script_that_hangs_in_its_first_seconds(supervise: Supervise) -> None:
     job = supervise("silent", rig="pool@2:0", pace=0.12)
     job.succeeds()
@@ -141,6 +142,7 @@ def test_a_rank_stopped_for_good(supervise: Supervise) -> None:
     assert class_and_ranks(continued) == class_and_ranks(restarted) == ("silent_hang", [1])
 
 
+@pytest.mark.slow
 def test_a_stop_of_five_seconds_is_no_fault(supervise: Supervise, after: Callable[[float], None]) -> None:
     job = supervise("plain")
     job.wait_step(12)

@@ -46,6 +46,7 @@ def expect_exact(job: Any, of_attempts: int) -> None:
         assert incident["lost_s"] == pytest.approx(lost_s, abs=1.5 + 0.2 * lost_s), (incident["id"], lost_s)
 
 
+@pytest.mark.slow
 @pytest.mark.lasts(45)
 def test_a_killed_keeper_and_a_killed_rank_cost_what_was_trained_again(supervise: Supervise) -> None:
     job = supervise("plain", "--save-every", "20", steps=70, pace=0.2)

@@ -88,6 +88,7 @@ def fail_strangely(job: Any) -> None:
     job.kill(1)
 
 
+@pytest.mark.slow
 def test_an_opinion_stands_beside_the_verdict_and_its_rule_waits_for_an_operator(
     supervise: Supervise, server: Server
 ) -> None:

@@ -19,6 +19,7 @@ def waits_for(job: Any) -> str:
     return str(job.told("status")["waiting"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_during_a_pause_is_only_recorded_until_resume(supervise: Supervise) -> None:
     job = supervise(pace=0.15)
     job.wait_step(12)
@@ -73,6 +74,7 @@ def test_approvals_are_about_the_incident_that_they_name(supervise: Supervise) -
     assert len(job.incidents()) == 2
 
 
+@pytest.mark.slow
 def test_observe_that_comes_during_a_recovery_is_the_last_restart(supervise: Supervise) -> None:
     job = supervise(pace=0.2)
     job.wait_step(12)

@@ -48,6 +48,7 @@ def repository(tmp_path: Path) -> Path:
     return repo
 
 
+@pytest.mark.slow
 def test_each_side_imports_its_own(repository: Path) -> None:
     seen = repository.parent / "seen"
     env = {

@@ -144,6 +144,7 @@ def monitoring(tmp_path: Path) -> Iterator[Monitoring]:
     monitoring.end()
 
 
+@pytest.mark.slow
 def test_a_hung_rank_reaches_the_pager_with_its_class(
     supervise: Callable[..., Any], monitoring: Monitoring, tmp_path: Path
 ) -> None:

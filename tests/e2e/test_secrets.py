@@ -43,6 +43,7 @@ def found_in(text: str, secrets: dict[str, str]) -> list[str]:
     return [name for name, value in secrets.items() if value in text]
 
 
+@pytest.mark.slow
 def test_secrets_that_ranks_print_stay_where_they_printed_them(
     tmp_path: Path, local: Path, secrets: dict[str, str]
 ) -> None:

@@ -16,6 +16,7 @@ def culprits(job: Any) -> list[list[int]]:
     return [[c["rank"] for c in incident["verdict"]["culprits"]] for incident in job.incidents()]
 
 
+@pytest.mark.slow
 def test_one_checkpoint_overwritten_in_place(supervise: Supervise) -> None:
     """nanoGPT's `ckpt.pt` is torn in the middle of a save: the copy of the last complete one is used."""
     job = supervise("nanogpt", rig="tear@30:0")

@@ -22,6 +22,7 @@ def lose_a_gpu(cluster: Any, job: Any, node: str = "node2", rank: int = 1) -> No
     job.kill(rank)
 
 
+@pytest.mark.slow
 def test_a_gpu_falls_off_the_bus(cluster: Any, submit: Submit) -> None:
     job = submit(nodes=3, spares=1)
     lose_a_gpu(cluster, job)

@@ -25,6 +25,7 @@ def test_a_job_runs_to_its_end_and_survives_a_killed_rank(submit: Submit) -> Non
     assert [(c["node"], c["rank"]) for c in incident["verdict"]["culprits"]] == [("node2", 1)]
 
 
+@pytest.mark.slow
 def test_a_node_is_lost_and_the_spare_steps_in(cluster: Any, submit: Submit) -> None:
     job = submit(nodes=3, spares=1)
     job.wait_step(12)
