@@ -38,6 +38,8 @@ class Checkpoint(Frozen, frozen=True, kw_only=True):
     """Written after a numerics incident: used only when nothing else is left."""
     copy_of: str = ""
     """For a safe copy: the file it was copied from (overwritten in place)."""
+    began_at: float | None = None
+    """Unix time at which a rank of this node began to write it; None: nobody saw that."""
 
 
 class SetAside(Frozen, frozen=True, kw_only=True, tag="set_aside"):

@@ -158,6 +158,16 @@ class WrittenCheckpoints:
             return False
         return not any(says_step(os.path.basename(one)) for one in beside) and self._filled_once(folder)
 
+    def began_at(self, path: str) -> float | None:
+        """Unix time at which the oldest file of it was opened; None where that is not known."""
+        items, below = self.provenance.items, path + "/"
+        alone = items.get(path)
+        if alone is not None and alone.kind == "file":
+            return alone.at_ns / 1e9
+        opened = (item.at_ns for file, item in items.items() if item.kind == "file" and file.startswith(below))
+        first = min(opened, default=None)
+        return None if first is None else first / 1e9
+
     def is_in_a_saves_folder(self, path: str) -> bool:
         """Whether no save will overwrite it: the next one makes another folder (`tick-20`)."""
         folder = os.path.dirname(path)
@@ -646,9 +656,11 @@ class CheckpointScanner:
         return found
 
     def _judged(self, path: Path, strange: str) -> Checkpoint | None:
-        if not strange:
-            return inspect(path, self._formats)
-        return None if self._seen is None else self._seen.in_part(path)
+        found = inspect(path, self._formats) if not strange else None
+        if self._seen is None:
+            return found
+        found = self._seen.in_part(path) if strange else found
+        return None if found is None else msgspec.structs.replace(found, began_at=self._seen.began_at(found.path))
 
     def _strange(self, path: str) -> str:
         return "" if self._seen is None else self._seen.provenance.why_not_ours(path)

@@ -43,6 +43,19 @@ ASK_PATIENCE_S = 150.0
 """How long `why --ask` waits for a model."""
 
 
+JOB_OPTIONS = (
+    click.option("--job-dir", default="", help="Job folder.  [the newest under unbroken-jobs]"),
+    click.option("--job", "slurm_job", default="", metavar="ID", help="The job with this id of Slurm."),
+    click.option("--controller", "address", default="", metavar="HOST:PORT", help="Ask this controller."),
+    click.option("--token-file", default="", help="[`token` in the job folder]"),
+    click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md."),
+)
+
+
+def with_options(command: Callable[..., None], options: Sequence[Callable[..., Any]]) -> Callable[..., None]:
+    return functools.reduce(lambda function, option: option(function), reversed(options), command)
+
+
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options with which every other command finds its job; it gets the `JobHandle` as its first argument."""
 
@@ -52,14 +65,7 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
             raise click.UsageError("--job and --job-dir both name a job: give only one of them")
         command(JobHandle(job_dir, address, token_file, slurm_job), **others)
 
-    options = [
-        click.option("--job-dir", default="", help="Job folder.  [the newest under unbroken-jobs]"),
-        click.option("--job", "slurm_job", default="", metavar="ID", help="The job with this id of Slurm."),
-        click.option("--controller", "address", default="", metavar="HOST:PORT", help="Ask this controller."),
-        click.option("--token-file", default="", help="[`token` in the job folder]"),
-        click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md."),
-    ]
-    return functools.reduce(lambda function, option: option(function), reversed(options), found)
+    return with_options(found, JOB_OPTIONS)
 
 
 class JobHandle:
@@ -127,12 +133,12 @@ class JobHandle:
 
 
 def _status_from_journal(where: Path) -> dict[str, Any]:
-    from supervisor.controller.report import fold, status_of
+    from supervisor.controller.report import fold, job_advice, status_of
 
     folded = fold(where)
     if folded.history.damaged:
         warn(f"the journal is damaged: {'; '.join(folded.history.problems)[:1000]}")
-    return status_of(folded.job.view(), None)
+    return status_of(folded.job.view(), None, job_advice(folded.job, folded.job.now))
 
 
 def _incidents_from_journal(where: Path) -> dict[str, Any]:
@@ -298,12 +304,12 @@ JOB_COMMANDS = (status, incidents, why, timeline, watch)
 
 def command_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options of every command with which an operator acts; `give` gets them."""
-    options = [
+    options = (
         click.option("--dry-run", is_flag=True, help="Only say what the command would do."),
         click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation."),
         click.option("--reason", "-m", default="", help="The reason; the journal keeps it."),
-    ]
-    return functools.reduce(lambda function, option: option(function), reversed(options), job_options(command))
+    )
+    return with_options(job_options(command), options)
 
 
 # ----- the commands -----

@@ -34,6 +34,7 @@ from supervisor.controller.journal import (
 )
 from supervisor.controller.listener import Connection
 from supervisor.errors import CommandNotJournalled
+from supervisor.job.advice import OnlineAdvice
 from supervisor.notes import text_of
 from supervisor.paths import Fence
 
@@ -238,6 +239,7 @@ class ControlLoop:
         self._names = RoundNames()
         self._timers = Timers(self.clock.now, self._fire)
         self._view = view
+        self.advice = OnlineAdvice()
         self._inbox: deque[_Posted] = deque()
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, get_args
 from diagnosis.taxonomy import FailureClass
 from recovery.cordon import breaker_limit
 from recovery.policy import Mode
+from supervisor.job.advice import JobAdvice
 from supervisor.job.incidents import IncidentRecord
 from supervisor.job.scheduler import NOT_DRAINED
 from supervisor.job.view import ettr, shown_state, startup_s
@@ -29,6 +30,7 @@ def controller_samples(loop: ControlLoop, job: Job) -> list[Sample]:
     now = loop.clock.now()
     return [
         *job_samples(job, now, loop.watch.newest),
+        *_advised(loop.advice.of(job, now)),
         Sample("unbroken_controller_epoch", loop.epoch),
         Sample("unbroken_controller_agents", len(loop.connections)),
         Sample("unbroken_controller_events_waiting", loop.waiting),
@@ -146,6 +148,11 @@ def _checkpoints(job: Job) -> Iterator[Sample]:
         yield Sample("unbroken_job_checkpoint_timestamp_seconds", newest.modified_at)
         if newest.step is not None:
             yield Sample("unbroken_job_checkpoint_step", newest.step)
+
+
+def _advised(told: JobAdvice) -> Iterator[Sample]:
+    if told.enough and told.advice is not None:
+        yield Sample("unbroken_job_advised_interval_seconds", told.advice.interval_s)
 
 
 def _nodes(job: Job, now: float) -> Iterator[Sample]:

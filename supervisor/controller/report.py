@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import enum
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from diagnosis.signals import rank_names
 from diagnosis.taxonomy import TAXONOMY
 from supervisor import messages as m
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
+from supervisor.job.advice import JobAdvice, advice_of, measured
 from supervisor.job.view import slow_text
 from supervisor.notes import repeats, same, tells, text_of
 from supervisor.view import rfc3339, utc
@@ -88,13 +90,35 @@ def fold(where: Path) -> Folded:
     return Folded(job, history, failures)
 
 
-def status_of(view: JobView, controller: dict[str, object] | None) -> dict[str, Any]:
+def status_of(view: JobView, controller: dict[str, object] | None, advice: JobAdvice | None = None) -> dict[str, Any]:
     """`unbroken status --json`; `controller` is None when none answers (the journal was read instead)."""
     status: dict[str, Any] = plain(view)
     incidents = view.incidents
     status["incidents"] = [_brief(incident) for incident in incidents[-5:]]
     status["controller"] = controller
+    status["advice"] = _worth_telling(advice)
     return status
+
+
+def _worth_telling(told: JobAdvice | None) -> dict[str, Any] | None:
+    if told is None or not told.matters or told.advice is None:
+        return None
+    return {
+        "interval_s": told.advice.interval_s,
+        "interval_now_s": told.measured.interval_s,
+        "gain": told.advice.gain,
+        "gpu_hours_a_day": told.advice.gpu_hours_a_day,
+    }
+
+
+def job_advice(job: Job, now: float) -> JobAdvice:
+    """What the job's own figures say of its saves and spares at `now`."""
+    return advice_of(measured(job, now))
+
+
+def advice_answer(name: str, told: JobAdvice) -> dict[str, Any]:
+    """`unbroken advise --json`."""
+    return {"schema": SCHEMA, "job": name, **plain(told)}
 
 
 def _brief(incident: IncidentView) -> dict[str, Any]:
@@ -119,14 +143,17 @@ def incidents_of(view: JobView) -> dict[str, Any]:
 
 
 def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
-    """What the endpoints `healthz`, `status` and `incidents` of a running controller answer.
+    """What the endpoints `healthz`, `status`, `incidents` and `advice` of a running controller answer.
 
     What is read is read now; to make the answer of it takes longer, and may be done in a thread.
     """
     agents, stall, epoch = list(loop.connections), loop.stall, loop.epoch
     if name == "health":
         return lambda: {"schema": SCHEMA, "ok": not stall, "epoch": epoch, "journal": stall or "ok"}
-    view: JobView = loop.job.view(loop.clock.now())
+    job, now = loop.job, loop.clock.now()
+    if name == "advice":
+        return functools.partial(advice_answer, job.spec.name, loop.advice.of(job, now))
+    view: JobView = job.view(now)
     newest = loop.watch.newest
     if newest.attempt == view.attempt and newest.step is not None and newest.step > (view.step or -1):
         # The job hears of a step every 10 s, which is journalled; readers see the newest heartbeat's.
@@ -137,12 +164,13 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
         # What is decided is in the journal first; that nothing trains any more is to be seen all the same.
         waiting = f"the journal, which cannot be written ({stall}): a rank has ended, and nothing is decided before"
         view = msgspec.structs.replace(view, state="DIAGNOSING", waiting=waiting)
+    advice = loop.advice.of(job, now)
     offsets = {name: connection.clock_offset_s for name, connection in loop.connections.items()}
 
     held = loop.watch.snapshot
 
     def status() -> dict[str, object]:
-        told = status_of(view, {"epoch": epoch, "agents": sorted(agents), "journal": stall or "ok"})
+        told = status_of(view, {"epoch": epoch, "agents": sorted(agents), "journal": stall or "ok"}, advice)
         if held is not None:
             written_at = rfc3339(utc(held.at))
             told["snapshot"] = {"attempt": held.attempt, "step": held.step, "ranks": held.world, "at": written_at}

@@ -91,7 +91,7 @@ class Server:
         if scrape is not None:
             app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/timeline", self._timeline)
-        app.router.add_get("/v1/{view:status|incidents}", self._view)
+        app.router.add_get("/v1/{view:status|incidents|advice}", self._view)
         app.router.add_post("/v1/override", self._command)
         app.router.add_post("/v1/ask", self._ask)
         self._runner = web.AppRunner(

@@ -53,6 +53,7 @@ from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
 from supervisor import messages as m
 from supervisor.errors import InternalError
 from supervisor.job import view
+from supervisor.job.advice import Saves
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempt, Attempts, Checkpoints, Choose, Space
 from supervisor.job.core import (
@@ -162,6 +163,8 @@ class Job:
         self.guard = LossGuard(core, attempts, self.incidents)
         self.operator = Operator(core, nodes, attempts, self.incidents, self.scheduler, self.space, self.guard)
         self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space)
+        self.saves = Saves()
+        """Only told (`unbroken advise`)."""
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""
@@ -589,9 +592,11 @@ class Job:
 
     def _progressed(self, event: m.Progressed) -> Wants:
         yield from self.attempts.progressed(event)
+        self.saves.progressed(self.attempts.live(event.attempt))
         yield from self.hangs.progressed(event)
 
     def _checkpoints_seen(self, event: m.CheckpointsSeen) -> Wants:
+        self.saves.checkpoints_seen(event, self.attempt)
         new_folders = self.checkpoints.add(event, self.attempt.step if self.attempt is not None else None)
         yield from self.attempts.saved(event.checkpoints)
         if new_folders:

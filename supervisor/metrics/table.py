@@ -125,6 +125,12 @@ CONTROLLER: Final = (
     ),
     Family("unbroken_job_checkpoint_step", "gauge", "Step of that checkpoint, where it tells."),
     Family(
+        "unbroken_job_advised_interval_seconds",
+        "gauge",
+        "Training time between two saves that wastes the least, by what the job has measured (`unbroken advise`); "
+        "absent until three failures and three saves were seen.",
+    ),
+    Family(
         "unbroken_job_checkpoints",
         "gauge",
         "Checkpoints that are seen: complete, incomplete, or suspect (written after the numbers went wrong).",

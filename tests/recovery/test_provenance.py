@@ -666,3 +666,21 @@ def test_a_file_that_is_replaced_before_the_next_look_is_not_ours(world: World, 
     world.foreign = {path: SAVED[9000]}
     assert names(world.scan()) == []
     world.check()
+
+
+def test_when_a_rank_began_to_write_a_checkpoint(world: World) -> None:
+    before = time.time()
+    world.ours("step_000010.pt", SAVED[10])
+    for step in (10, 20):
+        world.ours(f"out/step_{step}/model.pt", SAVED[step])
+    between = time.time_ns() / 1e9
+    for step in (10, 20):
+        world.ours(f"out/step_{step}/optim.pt", SAVED[step])
+    world.theirs("step_000030.pt", SAVED[30])
+    found = {os.path.basename(one.path): one for one in world.scan()}
+    assert set(found) == {"step_000010.pt", "step_10", "step_20"}
+    for one in found.values():
+        assert one.began_at is not None
+        assert before - 1.0 <= one.began_at <= between, "its first file counts"
+    again = {os.path.basename(one.path): one for one in world.scan()}
+    assert again == found

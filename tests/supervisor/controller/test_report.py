@@ -15,6 +15,7 @@ from supervisor import messages as m
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, open_journal, read_history
 from supervisor.controller.report import dry_run, live_view
+from supervisor.job.advice import OnlineAdvice
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def shown(make_driver: Any) -> Any:
             job=driver.job,
             watch=SimpleNamespace(newest=newest),
             clock=SimpleNamespace(now=lambda: driver.now),
+            advice=OnlineAdvice(),
         )
         return live_view("status", loop)()  # type: ignore[arg-type]
 
