@@ -178,6 +178,18 @@ def test_by_the_network_only_the_token_is_proven(rig: Any, monkeypatch: pytest.M
     assert (event.uid, event.by) == (None, "holder of the token at 127.0.0.1, says me")
 
 
+@pytest.mark.parametrize("body", [b'{"command":"pause","uid":0}', b'{"command":"reboot"}', b'{"reason":"why"}', b"[]"])
+def test_a_command_that_is_none_or_claims_a_user_is_refused(rig: Any, body: bytes) -> None:
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            with pytest.raises(CommandDenied) as denied:
+                await rig.ask(running.address, lambda client: client._ask("POST", "/v1/override", body))
+            assert denied.value.status == 400
+
+    rig.go(scenario())
+    assert rig.journalled(OperatorCommand) == []
+
+
 def test_by_the_unix_socket_the_kernel_tells(rig: Any) -> None:
     process = rig.start()
     assert process.address
