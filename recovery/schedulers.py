@@ -319,11 +319,13 @@ class Slurm:
     def _target(self, job: str) -> str:
         return self._own_task if job == self._own else job
 
-    async def starts_again(self, job: str, requeues: int) -> bool:
+    async def starts_again(self, job: str, requeues: int) -> bool | None:
         """It counts the new start when it is ordered, before it ends the processes of the old one."""
         if not _JOB.fullmatch(job):
             return False
         shown = await self._run("scontrol", "show", "job", job, "--oneliner")
+        if _answer(shown, "").outcome == "unavailable":
+            return None
         # Of an array, all tasks are shown: each has a line, which begins with its own id.
         lines = shown.out.splitlines()
         own = lines if len(lines) == 1 else [line for line in lines if line.startswith(f"JobId={job} ")]

@@ -86,9 +86,9 @@ class Scheduler(Protocol):
     async def comment(self, job: str, text: str) -> Answer:
         """Have the scheduler's own record of the job say `text`, where nobody else's words stand there."""
 
-    async def starts_again(self, job: str, requeues: int) -> bool:
+    async def starts_again(self, job: str, requeues: int) -> bool | None:
         """Whether the job that is being ended now is to start again by itself (preempted, or requeued by somebody),
-        after `requeues` new starts. False also where that is not known."""
+        after `requeues` new starts. None where the scheduler does not answer: it is asked again."""
 
     async def headless(self, job: str) -> str:
         """The node of the job's first process, with our controller, if the scheduler has lost it and lets the others

@@ -741,6 +741,8 @@ class Executor:
                     return await scheduler.cancel(job)
                 if action.kind == "look":
                     again = await scheduler.starts_again(job, spec.requeues)
+                    if again is None:
+                        return Answer(outcome="unavailable", text="it does not say whether it starts the job again")
                     return Answer(outcome="done" if again else "failed", text=f"it {_AGAIN[again]} the job again")
                 if action.kind == "end_step":
                     return await scheduler.end_step(job, action.avoid)

@@ -204,6 +204,16 @@ def test_whether_a_job_starts_again(program: Program, slurm: Slurm, told: str, a
     assert not asyncio.run(slurm.starts_again("1 2", 1))
 
 
+def test_a_scheduler_that_does_not_answer_may_start_the_job_again(program: Program, slurm: Slurm) -> None:
+    """The busiest moment of slurmctld is a preemption of many jobs."""
+    program(
+        "scontrol", "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    )
+    assert asyncio.run(slurm.starts_again("12", 1)) is None
+    program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert asyncio.run(slurm.starts_again("12", 1)) is False
+
+
 def test_a_task_of_an_array_does_not_start_again_because_another_does(program: Program, slurm: Slurm) -> None:
     others = "echo 'JobId=13 ArrayJobId=12 JobState=PENDING Requeue=1 Restarts=2 X=1'"
     program("scontrol", f"{others}; echo 'JobId=12 ArrayJobId=12 JobState=CANCELLED Requeue=1 Restarts=1 X=1'")

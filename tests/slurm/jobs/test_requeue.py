@@ -67,8 +67,12 @@ def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
 
 
 @pytest.mark.lasts(60)
+@pytest.mark.parametrize("slurm_conf", ["KillWait=30"], ids=["Slurm's own KillWait"])
 def test_somebody_elses_requeue_is_no_stop(cluster: Any, submit: Submit) -> None:
-    """An operator's, or a preemption: Slurm begins it with the signal of a stop."""
+    """An operator's, or a preemption: Slurm begins it with the signal of a stop, and is asked which of both it is.
+
+    With the other tests' `KillWait` of 5 s a busy machine would have the controller killed before the answer.
+    """
     job = submit(nodes=2, pace=0.2)
     job.wait_step(12)
     cluster.run("ctl", "scontrol", "requeue", job.id)

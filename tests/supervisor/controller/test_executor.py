@@ -121,6 +121,18 @@ def test_a_scheduler_that_fails_or_hangs_is_an_answer(monkeypatch: pytest.Monkey
     assert (answer.outcome, answer.text) == ("unavailable", "no answer within 0.05 s")
 
 
+@pytest.mark.parametrize(("again", "outcome"), [(True, "done"), (False, "failed"), (None, "unavailable")])
+def test_whether_the_job_starts_again_is_asked_until_that_is_known(again: bool | None, outcome: str) -> None:
+    class Asked(Told):
+        async def starts_again(self, job: str, requeues: int) -> bool | None:
+            self.asked.append((job, requeues))
+            return again
+
+    scheduler = Asked()
+    (answer,) = run([SchedulerRequest(number=1, kind="look")], scheduler)
+    assert (answer.outcome, scheduler.asked) == (outcome, [("77", 0)])
+
+
 def test_an_order_to_requeue_is_not_carried_out_again_in_the_life_that_it_led_to() -> None:
     """Its answer may not have been written down: the job gives it again before it hears that it was started again."""
     scheduler = Told()

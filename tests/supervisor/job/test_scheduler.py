@@ -199,14 +199,21 @@ def test_why_no_new_start_is_possible_is_what_the_job_waits_with(slurm: Any) -> 
     assert why in driver.loud["requeue_refused"]["why"]
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("again_by_itself", [True, False])
-def test_what_looks_like_a_stop_may_be_a_new_start_by_somebody_else(slurm: Any, again_by_itself: bool) -> None:
+def test_what_looks_like_a_stop_may_be_a_new_start_by_somebody_else(
+    slurm: Any, again_by_itself: bool, late: bool
+) -> None:
     """Preempted, or `scontrol requeue`: the signal is the same."""
     driver = slurm()
     driver.tell(m.StopRequested, node="a", signal="SIGTERM")
     assert driver.job.outcome.exit_code == 143
     [look] = driver.orders
     assert look.kind == "look"
+    if late:
+        driver.tell(m.SchedulerAnswered, number=look.number, outcome="unavailable")
+        driver.fire("orders")
+        assert driver.orders == [look]
     driver.tell(m.SchedulerAnswered, number=look.number, outcome="done" if again_by_itself else "failed")
     outcome = driver.job.outcome
     if again_by_itself:
