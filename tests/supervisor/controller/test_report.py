@@ -32,7 +32,7 @@ def shown(make_driver: Any) -> Any:
             connections={},
             stall=stall,
             job=driver.job,
-            watch=SimpleNamespace(newest=newest),
+            watch=SimpleNamespace(newest=newest, snapshot=None),
             clock=SimpleNamespace(now=lambda: driver.now),
             advice=OnlineAdvice(),
         )
