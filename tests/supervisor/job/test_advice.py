@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from diagnosis.taxonomy import FailureClass
 from recovery.cadence import best_interval_s
 from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
+from supervisor.controller.metrics import controller_samples
 from supervisor.job.advice import JobAdvice, Measured, OnlineAdvice, advice_of, measured
 from tests.recovery import cadence_jobs
 
@@ -215,6 +217,18 @@ def test_what_is_one_save_and_what_is_none(running: Any) -> None:
     assert run.job.saves.newest[-1].write_s == pytest.approx(1.0)
 
 
+def test_a_step_that_is_saved_again_after_a_failure_is_another_save(training: Any) -> None:
+    job = training()
+    job.until(job.run.now + 400.0)
+    assert [save.step for save in job.run.job.saves.newest] == [EVERY]
+    job.saved = 100  # the newest was lost
+    job.fail()
+    job.seen.clear()
+    job.until(job.run.now + 400.0)
+    assert [(save.attempt, save.step) for save in job.run.job.saves.newest] == [(1, EVERY), (2, EVERY)]
+    assert list(job.run.job.saves.intervals()) == [], "a failure lies between them"
+
+
 def test_files_of_an_older_save_and_renames_tell_no_beginning(running: Any) -> None:
     run = running("a")
     now = run.now
@@ -246,3 +260,23 @@ def test_a_job_that_runs_computes_at_most_once_a_minute(training: Any) -> None:
     assert online.of(job.run.job, job.run.now) is first
     job.until(job.run.now + 600.0)
     assert online.of(job.run.job, job.run.now).measured.saves > first.measured.saves
+
+
+def test_the_gauge_is_there_once_there_is_enough_data(training: Any) -> None:
+    job = training()
+
+    def gauge() -> list[float]:
+        watch, clock = SimpleNamespace(newest=None), SimpleNamespace(now=lambda: job.run.now)
+        loop: Any = SimpleNamespace(
+            epoch=1, connections={}, waiting=0, stall="", watch=watch, clock=clock, advice=OnlineAdvice()
+        )
+        samples = controller_samples(loop, job.run.job)
+        return [one.value for one in samples if one.name == "unbroken_job_advised_interval_seconds"]
+
+    assert gauge() == []
+    for _ in range(3):
+        job.until(job.run.now + 3000.0)
+        job.fail()
+    told = job.advice.advice
+    assert told is not None
+    assert gauge() == [told.interval_s]
