@@ -299,7 +299,8 @@ def advice(answer: dict[str, Any]) -> None:
     if told is None or told["is_hopeless"]:
         _print(*parts, Text("no advice", style="bold"))
         return
-    _print(*parts, Text(_change(told, figures), style="bold"), Text(""), *_spares(told, figures))
+    change = _change(told, figures) if answer["enough"] else _guess(told, figures)
+    _print(*parts, Text(change, style="bold"), Text(""), *_spares(told, figures))
 
 
 def _seen(job: str, seen: dict[str, Any]) -> Iterable[str]:
@@ -323,7 +324,10 @@ def _seen(job: str, seen: dict[str, Any]) -> Iterable[str]:
     yield saves
     if seen["restart_s"] is not None:
         mean = f"mean of {seen['restarts_seen']}"
-        yield f"restart: {seconds(seen['restart_s'])} from a failure to the first new step ({mean})"
+        again = (
+            f"; done again: {seen['redone_steps']:,} steps, {_long(seen['redone_s'])}" if seen["redone_steps"] else ""
+        )
+        yield f"restart: {seconds(seen['restart_s'])} from a failure to the first new step ({mean}){again}"
 
 
 def _planned(figures: dict[str, Any]) -> Iterable[str]:
@@ -360,6 +364,13 @@ def _interval(told: dict[str, Any], figures: dict[str, Any], seen: dict[str, Any
         yield "  as often as can be: the formula would save more often still"
 
 
+def _guess(told: dict[str, Any], figures: dict[str, Any]) -> str:
+    """No figure that is not known, and no gain."""
+    now = "" if figures["interval_s"] is None else f" (now {about(figures['interval_s'])})"
+    low, high = about(told["interval_low_s"]), about(told["interval_high_s"])
+    return f"too little data for advice: somewhere between {low} and {high}{now}"
+
+
 SMALL_GAIN = 0.0005
 
 
@@ -373,7 +384,7 @@ def _change(told: dict[str, Any], figures: dict[str, Any]) -> str:
         return f"the interval is good as it is: {now}; {best} would gain less than 0.05 % ({useful})"
     hours = f", {told['gpu_hours_a_day']:,.3g} GPU-hours a day" if figures["gpus"] else ""
     change = f"save every {best} instead of {now}: +{told['gain']:.1%} useful time ({useful}){hours}"
-    return change if told["gain_low"] > 0.0 else f"{change}; with the least likely failure rates it would gain nothing"
+    return change if told["gain_low"] > 0.0 else f"{change}; at one end of the range it would gain nothing"
 
 
 def _spares(told: dict[str, Any], figures: dict[str, Any]) -> list[RenderableType]:

@@ -195,6 +195,10 @@ class Measured(Frozen, frozen=True, kw_only=True):
     restart_s: float | None = None
     """From a failure to the first new step, on average."""
     restarts_seen: int = 0
+    redone_steps: int = 0
+    """Steps that were done again after failures that count."""
+    redone_s: float = 0.0
+    """And the training time of it."""
     start_s: float | None = None
     """From the first attempt to its first step."""
     step_s: float | None = None
@@ -257,6 +261,8 @@ def measured(job: MeasuredJob, now: float) -> Measured:
         interval_steps=round(statistics.median(steps)) if steps else None,
         restart_s=statistics.fmean(outages.restarts) if outages.restarts else None,
         restarts_seen=len(outages.restarts),
+        redone_steps=outages.redone_steps,
+        redone_s=round(outages.redone_s, 3),
         start_s=first_at - started_at if started_at is not None and first_at is not None else None,
         step_s=step_s,
         ettr=view.ettr(job, now),
@@ -281,6 +287,7 @@ class _Outages:
         self.of_nodes = 0
         self.restarts: list[float] = []
         """Seconds from each failure that counts to the first new step."""
+        self.redone_steps, self.redone_s = 0, 0.0
         self.down_s = 0.0
         down_until = since
         for record in sorted(records, key=lambda one: one.failed_at):
@@ -304,6 +311,8 @@ class _Outages:
         else:
             self.counted[failure_class.value] += 1
             self.of_nodes += entry.retry == "exclude"
+            self.redone_steps += record.redone_steps
+            self.redone_s += record.redone_s
             if "first_step" in record.phase_ends:
                 self.restarts.append(record.phase_ends["first_step"] - record.failed_at)
 
@@ -349,8 +358,8 @@ def advice_of(seen: Measured) -> JobAdvice:
         lacks.append("no restart was seen: one is taken for as long as the first start")
     if seen.failures_seen < ENOUGH:
         lacks.append(
-            f"too little data: failures of this job: {seen.failures_seen} in {seen.node_days:.3g} node-days, which is "
-            "no rate of its own yet; the rate is much that of published fleets"
+            f"too little data: failures of this job so far: {seen.failures_seen} in {seen.node_days:.3g} node-days; "
+            "the rate is largely that of published fleets"
         )
     told = JobAdvice(measured=seen, figures=None, advice=None, lacks=tuple(lacks), enough=False, matters=False)
     if stall_s is None or restart_s is None:

@@ -136,6 +136,15 @@ def test_a_job_by_its_journal(tmp_path: Path, make_driver: Any) -> None:
     assert "instead of 3,600 s" in text
 
 
+def test_too_little_data_gives_a_range_and_no_gain(tmp_path: Path, make_driver: Any) -> None:
+    where = keep(tmp_path, failing(make_driver, 1).journal)
+    told = answer(where)
+    assert (told["enough"], told["matters"]) == (False, False)
+    last = next(line for line in advise(where).output.splitlines() if line.startswith("too little data for advice"))
+    assert render.about(told["advice"]["interval_low_s"]) in last
+    assert "useful time" not in last
+
+
 def test_an_ended_job_and_one_that_never_saved(tmp_path: Path, make_driver: Any) -> None:
     run = make_driver(nodes_min=1, nodes_max=1)
     run.join("a")

@@ -26,7 +26,7 @@ def shown(make_driver: Any) -> Any:
     driver.up(step=8)
     driver.tell(m.Progressed, attempt=1, step=9)
 
-    def status(newest: Newest, stall: str = "") -> Any:
+    def status(newest: Newest, stall: str = "", name: str = "status") -> Any:
         loop = SimpleNamespace(
             epoch=1,
             connections={},
@@ -36,7 +36,7 @@ def shown(make_driver: Any) -> Any:
             clock=SimpleNamespace(now=lambda: driver.now),
             advice=OnlineAdvice(),
         )
-        return live_view("status", loop)()  # type: ignore[arg-type]
+        return live_view(name, loop)()  # type: ignore[arg-type]
 
     return status
 
@@ -55,6 +55,13 @@ def test_a_job_whose_ranks_are_dead_is_not_running_while_its_journal_is_full(sho
     assert full["state"] == "DIAGNOSING"
     assert "No space left" in full["waiting"]
     assert shown(Newest(1, 51, 0.0, None), "No space left on device")["state"] == "RUNNING"
+
+
+def test_advice_of_a_job_that_runs(shown: Any) -> None:
+    newest = Newest(1, 51, 0.0, None)
+    told = shown(newest, name="advice")
+    assert (told["schema"], told["job"], told["advice"], told["measured"]["nodes"]) == (1, "test", None, 1)
+    assert shown(newest)["advice"] is None
 
 
 # ----- what `--dry-run` says -----

@@ -121,6 +121,8 @@ def test_a_planted_job_is_measured_as_it_was_planted(training: Any) -> None:
     assert seen.step_s == pytest.approx(STEP_S)
     assert seen.interval_s == pytest.approx(EVERY * STEP_S, rel=0.02)
     assert seen.interval_steps == EVERY
+    assert seen.redone_s == pytest.approx(seen.redone_steps * STEP_S, rel=0.2)
+    assert 12 * 0.2 * EVERY < seen.redone_steps < 12 * 1.2 * EVERY
     assert seen.trained_s == pytest.approx(job.run.now - began - 12 * RESTART_S, rel=0.01)
     assert job.run.replayed().saves.total == seen.saves
 
