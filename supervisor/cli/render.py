@@ -324,10 +324,9 @@ def _seen(job: str, seen: dict[str, Any]) -> Iterable[str]:
     yield saves
     if seen["restart_s"] is not None:
         mean = f"mean of {seen['restarts_seen']}"
-        again = (
-            f"; done again: {seen['redone_steps']:,} steps, {_long(seen['redone_s'])}" if seen["redone_steps"] else ""
-        )
-        yield f"restart: {seconds(seen['restart_s'])} from a failure to the first new step ({mean}){again}"
+        yield f"restart: {seconds(seen['restart_s'])} from a failure to the first new step ({mean})"
+    if seen["redone_steps"]:
+        yield f"done again: {seen['redone_steps']:,} steps, {_long(seen['redone_s'])}"
 
 
 def _planned(figures: dict[str, Any]) -> Iterable[str]:
