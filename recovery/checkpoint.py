@@ -18,6 +18,17 @@ import msgspec
 from diagnosis.signals import Frozen
 
 
+class Layout(Frozen, frozen=True, kw_only=True):
+    """Over how many ranks a checkpoint is spread, as far as it tells; None: it does not."""
+
+    world_size: int | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    data: int | None = None
+    fixed: bool = False
+    """It is proven that the format cannot be loaded with another number of data-parallel ranks."""
+
+
 class Checkpoint(Frozen, frozen=True, kw_only=True):
     """One checkpoint on storage, as a `CheckpointFormat` read it without executing anything in it."""
 
@@ -28,18 +39,35 @@ class Checkpoint(Frozen, frozen=True, kw_only=True):
     """`torch_save`, `dcp`, `hf`, `megatron`, ..."""
     complete: bool
     why: str = ""
-    """Why it is not complete, in words."""
+    """Why it is not complete, or suspect, in words."""
     modified_at: float = 0.0
     size_bytes: int = 0
     in_doubt: bool = False
     """Somebody else wrote in it, and what our ranks wrote does not prove it whole or torn: it is neither offered nor
     touched, and nothing older is offered."""
     suspect: bool = False
-    """Written after a numerics incident: used only when nothing else is left."""
+    """Written after a numerics incident, or its weights are not finite: used only when nothing else is left."""
     copy_of: str = ""
     """For a safe copy: the file it was copied from (overwritten in place)."""
     began_at: float | None = None
     """Unix time at which a rank of this node began to write it; None: nobody saw that."""
+    layout: Layout | None = None
+    changed: bool = False
+    """Its bytes are not those that were there when it was first seen complete: it is not `complete` for that."""
+
+
+Judgement = Literal["whole", "incomplete", "changed", "suspect", "in doubt"]
+
+
+def judgement(found: Checkpoint) -> Judgement:
+    """The verdict on a checkpoint in a word; its `why` says the rest."""
+    if found.in_doubt:
+        return "in doubt"
+    if found.changed:
+        return "changed"
+    if not found.complete:
+        return "incomplete"
+    return "suspect" if found.suspect else "whole"
 
 
 class SetAside(Frozen, frozen=True, kw_only=True, tag="set_aside"):
@@ -270,7 +298,7 @@ def _newer(found: Checkpoint, chosen: Checkpoint) -> bool:
 
 
 def _fault(found: Checkpoint) -> str:
-    if found.why.endswith(_OTHERS):
+    if found.changed or found.why.endswith(_OTHERS):
         return found.why  # itself it is whole: to look at it once more would leave it in place
     return INCOMPLETE + (found.why or "it cannot be read")
 
@@ -284,7 +312,7 @@ def _why_not(found: Checkpoint, chosen: Checkpoint | None, too_new: str) -> str:
     if too_new and (found.step is not None or (chosen is not None and chosen.step is None)):
         return too_new  # beside checkpoints with steps, a file without one is a tokenizer or an export
     if found.suspect and chosen is not None and not chosen.suspect:
-        return "suspect: it was written after the numerics went wrong"
+        return f"suspect: {found.why or 'it was written after the numerics went wrong'}"
     return ""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from recovery.checkpoint import Checkpoint
-from recovery.formats.files import Limits, SafetensorsFile, TorchFile
+from recovery.formats.files import DEEP_LIMITS, DEFAULT_LIMITS, Limits, NemoFile, SafetensorsFile, TorchFile
 from recovery.formats.folders import (
     AccelerateFolder,
     AnyFolder,
@@ -21,12 +21,13 @@ from recovery.formats.folders import (
     DeepSpeedFolder,
     HuggingFaceFolder,
     MegatronFolder,
+    NemoFolder,
     Trusts,
     WrittenFolder,
     everything,
 )
 
-__all__ = ["BUILT_IN", "CheckpointFormat", "Limits", "inspect", "load_formats", "recognize", "written_formats"]
+__all__ = ["BUILT_IN", "DEEP", "CheckpointFormat", "Limits", "inspect", "load_formats", "recognize", "written_formats"]
 
 
 class CheckpointFormat(Protocol):
@@ -44,21 +45,25 @@ class CheckpointFormat(Protocol):
 GROUP: Final = "unbroken.checkpoint_formats"
 
 
-def _formats(trusts: Trusts, any_folder: AnyFolder) -> tuple[CheckpointFormat, ...]:
+def _formats(trusts: Trusts, any_folder: AnyFolder, limits: Limits = DEFAULT_LIMITS) -> tuple[CheckpointFormat, ...]:
     """A path has the first format that recognizes it: the most specific come first."""
     return (
-        MegatronFolder(trusts=trusts),
-        HuggingFaceFolder(trusts=trusts),
-        DeepSpeedFolder(trusts=trusts),
-        DcpFolder(trusts=trusts),
-        AccelerateFolder(trusts=trusts),
+        MegatronFolder(limits, trusts),
+        HuggingFaceFolder(limits, trusts),
+        DeepSpeedFolder(limits, trusts),
+        NemoFolder(limits, trusts),
+        DcpFolder(limits, trusts),
+        AccelerateFolder(limits, trusts),
         any_folder,
         SafetensorsFile(),
-        TorchFile(),
+        NemoFile(limits),
+        TorchFile(limits),
     )
 
 
 BUILT_IN: Final = _formats(everything, AnyFolder())
+DEEP: Final = _formats(everything, AnyFolder(DEEP_LIMITS), DEEP_LIMITS)
+"""The same without a limit on what is read."""
 
 
 def written_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointFormat, ...]:
@@ -66,7 +71,9 @@ def written_formats(trusts: Trusts, filled_once: Trusts) -> tuple[CheckpointForm
     return _formats(trusts, WrittenFolder(trusts, filled_once))
 
 
-def load_formats(points: Iterable[EntryPoint] | None = None) -> tuple[tuple[CheckpointFormat, ...], tuple[str, ...]]:
+def load_formats(
+    points: Iterable[EntryPoint] | None = None, built_in: Sequence[CheckpointFormat] = BUILT_IN
+) -> tuple[tuple[CheckpointFormat, ...], tuple[str, ...]]:
     """Plugged-in formats, then the built-in ones; and in words, which plug-ins were skipped and why.
 
     An entry point names a class without arguments, or an instance. A broken plug-in never stops anything.
@@ -82,7 +89,7 @@ def load_formats(points: Iterable[EntryPoint] | None = None) -> tuple[tuple[Chec
             formats.append(plugged)
         except (Exception, SystemExit) as error:
             skipped.append(f"checkpoint format {point.name} was skipped: {type(error).__name__}: {str(error)[:200]}")
-    return (*formats, *BUILT_IN), tuple(skipped)
+    return (*formats, *built_in), tuple(skipped)
 
 
 def recognize(path: Path, formats: Sequence[CheckpointFormat] = BUILT_IN) -> CheckpointFormat | None:

@@ -1,27 +1,29 @@
 """What a name says, and single files of checkpoints: read and never unpickled.
 
-Files of `torch.save` (zip archives, and the format before torch 1.6), safetensors files (an eight-byte header length, a
-JSON header, tensor bytes up to the very end), and torch.distributed.checkpoint: `.metadata` (a pickle, renamed into
-place last), which names the `__R_S.distcp` files and their sizes.
+Files of `torch.save` (zip archives, and the format before torch 1.6), safetensors files (an eight-byte header length,
+a JSON header, tensor bytes up to the very end), and NeMo 1's tar archives.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import operator
 import os
 import re
 import struct
+import tarfile
 import time
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, Any, Final, NamedTuple, cast
 
 import msgspec
 
 from diagnosis.pickles import BoundedReader, InertObject, InertPickle, PickleDamaged, PickleTooLong, read_inert
 from diagnosis.signals import clean_text
-from recovery.checkpoint import TEMPORARY, Checkpoint
+from recovery.checkpoint import TEMPORARY, Checkpoint, Layout
 from recovery.tiers import MIRRORS, PUBLISHING
 
 SET_ASIDE: Final = ".unbroken-set-aside"
@@ -41,6 +43,8 @@ class Limits(NamedTuple):
 
 
 DEFAULT_LIMITS: Final = Limits()
+DEEP_LIMITS: Final = Limits(read_bytes=1 << 62, seconds=math.inf, pickle_bytes=1 << 30, entries=1_000_000)
+"""Everything is read: `unbroken checkpoints verify`."""
 
 
 class Budget:
@@ -65,7 +69,7 @@ class Report(NamedTuple):
     why: str = ""
     step: int | None = None
     numbers: dict[str, int] = {}
-    """Integers at the top level of a pickled dictionary."""
+    """Integers at the top level of a pickled dictionary; those of Megatron-LM's arguments as `args.NAME`."""
 
 
 # ----- what a name says -----
@@ -138,7 +142,9 @@ def is_temporary(name: str) -> bool:
     return bool(_TEMPORARY.search(name))
 
 
-def made(path: Path, format_name: str, report: Report, size: int, modified_at: float) -> Checkpoint:
+def made(
+    path: Path, format_name: str, report: Report, size: int, modified_at: float, layout: Layout | None = None
+) -> Checkpoint:
     """The checkpoint that a report describes."""
     why = report.why
     if not why and is_temporary(path.name):
@@ -151,6 +157,7 @@ def made(path: Path, format_name: str, report: Report, size: int, modified_at: f
         why=clean_text(why),
         modified_at=modified_at,
         size_bytes=size,
+        layout=layout,
     )
 
 
@@ -186,6 +193,10 @@ _NESTED: Final = frozenset(
     ("state", "trainer", "trainer_state", "train_state", "progress", "meta", "metadata", "extra")
 )
 _ZIP: Final = b"PK\x03\x04"
+MEMBER_ERRORS: Final = (
+    zipfile.BadZipFile, EOFError, ValueError, struct.error, zlib.error, NotImplementedError, RuntimeError, KeyError,
+)  # fmt: skip
+"""What `zipfile` raises for a damaged archive."""
 _LEGACY: Final = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
 """The pickled magic number with which a file of the old format begins."""
 _LEGACY_PICKLES: Final = 5
@@ -202,6 +213,9 @@ class TorchFile:
 
     name = "torch_save"
 
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.limits = limits
+
     def recognize(self, path: Path) -> bool:
         try:
             return final_suffix(path.name) in SUFFIXES and path.is_file() and _looks_like_torch(path)
@@ -209,7 +223,7 @@ class TorchFile:
             return False
 
     def inspect(self, path: Path) -> Checkpoint:
-        return made_of_file(path, self.name, inspect_torch_file(path, Budget()))
+        return made_of_file(path, self.name, inspect_torch_file(path, Budget(self.limits)))
 
 
 def inspect_torch_file(path: Path, budget: Budget) -> Report:
@@ -222,7 +236,7 @@ def inspect_torch_file(path: Path, budget: Budget) -> Report:
         file.seek(0)
         try:
             if head.startswith(_ZIP):
-                report = _inspect_zip(file, before.st_size, budget)
+                report = inspect_zip(file, before.st_size, budget)
             elif _LEGACY.startswith(head) or head.startswith(_LEGACY):
                 report = _inspect_legacy(file, before.st_size, budget)
             elif not head.strip(b"\0"):
@@ -260,27 +274,50 @@ def _looks_like_torch(path: Path) -> bool:
     return not head.strip(b"\0") or _LEGACY.startswith(head) or (head[0] == 0x80 and head[1:2] <= b"\x05")
 
 
-def _inspect_zip(file: IO[bytes], size: int, budget: Budget) -> Report:
+class _Archive(NamedTuple):
+    archive: zipfile.ZipFile
+    members: list[zipfile.ZipInfo]
+    why: str
+
+
+def why_no_archive(file: IO[bytes], size: int, budget: Budget) -> str:
+    """Why a zip archive of `torch.save` is not whole, without a look at its pickle. Raises OSError."""
+    found = _opened(file, size, budget)
+    return found if isinstance(found, str) else found.why
+
+
+def _opened(file: IO[bytes], size: int, budget: Budget) -> _Archive | str:
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, struct.error, NotImplementedError, EOFError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        return Report(f"its zip directory, which is written last, is missing or damaged ({size} bytes are there)")
+        return f"its zip directory, which is written last, is missing or damaged ({size} bytes are there)"
     members = archive.infolist()
-    pickle = next((member for member in members if member.filename.endswith("/data.pkl")), None)
-    if pickle is None:
-        return Report("it has no data.pkl")
+    file.seek(max(0, size - 22 - len(archive.comment)))
+    end = file.read(12)
+    if len(end) < 12 or struct.unpack("<H", end[10:])[0] not in (len(members), 0xFFFF):
+        return "its zip directory is damaged: it does not hold as many members as it says"
+    if not any(member.filename.endswith("/data.pkl") for member in members):
+        return "it has no data.pkl"
+    return _Archive(archive, members, _damaged_member(file, members, size, budget))
+
+
+def inspect_zip(file: IO[bytes], size: int, budget: Budget) -> Report:
+    """Whether a zip archive of `torch.save` is whole; the file may be a part of another one. Raises OSError."""
+    opened = _opened(file, size, budget)
+    if isinstance(opened, str):
+        return Report(opened)
+    pickle = next(member for member in opened.members if member.filename.endswith("/data.pkl"))
     root = pickle.filename.removesuffix("data.pkl")
-    why = _damaged_member(file, members, size, budget)
-    if why or pickle.file_size > budget.limits.pickle_bytes:
-        return Report(why)
+    if opened.why or pickle.file_size > budget.limits.pickle_bytes:
+        return Report(opened.why)
     try:
-        data = _stored(file, pickle) if pickle.compress_type == zipfile.ZIP_STORED else archive.read(pickle)
-    except (zipfile.BadZipFile, EOFError, ValueError, zlib.error, NotImplementedError, RuntimeError) as error:
+        data = stored(file, pickle) if pickle.compress_type == zipfile.ZIP_STORED else opened.archive.read(pickle)
+    except MEMBER_ERRORS as error:
         return Report(f"data.pkl cannot be read: {error}")
     content = read_inert(data, budget.out_of_time)
-    missing = _missing_storage(content, {member.filename: member.file_size for member in members}, root)
+    missing = _missing_storage(content, {member.filename: member.file_size for member in opened.members}, root)
     return _report_of(content, missing)
 
 
@@ -291,7 +328,10 @@ def _damaged_member(file: IO[bytes], members: list[zipfile.ZipInfo], size: int, 
         header = file.read(30)
         if member.header_offset < 0 or len(header) < 30 or not header.startswith(_ZIP):
             return f"member {member.filename[-80:]} is not where the zip directory says"
-        begin = member.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
+        length, extra = struct.unpack("<HH", header[26:30])
+        if file.read(length).decode(errors="replace") != member.orig_filename:
+            return f"member {member.filename[-80:]} has another name than the zip directory says"
+        begin = member.header_offset + 30 + length + extra
         if begin + member.compress_size > size:
             return f"member {member.filename[-80:]} reaches beyond the end of the file"
         if budget.spent:
@@ -319,27 +359,37 @@ def _checksum_holds(file: IO[bytes], member: zipfile.ZipInfo, budget: Budget) ->
     return crc == member.CRC
 
 
-def _stored(file: IO[bytes], member: zipfile.ZipInfo) -> bytes:
+def stored(file: IO[bytes], member: zipfile.ZipInfo) -> bytes:
+    """The bytes of a member that is not compressed."""
     file.seek(member.header_offset)
     file.seek(member.header_offset + 30 + sum(struct.unpack("<HH", file.read(30)[26:30])))
     return file.read(member.file_size)
 
 
-def _storage(pid: object) -> tuple[str, int] | None:
-    """Key and size in bytes of the storage that a persistent id names."""
+class Storage(NamedTuple):
+    """A block of tensor bytes that a pickle refers to."""
+
+    key: str
+    size: int
+    kind: str
+    """`Float`, `BFloat16`, ..."""
+
+
+def storage_of(pid: object) -> Storage | None:
+    """The storage that a persistent id names; None for one of an unknown kind."""
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], InertObject):
         return None
     kind = str(pid[1].args[0]).rpartition(".")[2].removesuffix("Storage") if pid[1].args else ""
     item = _ITEM_SIZES.get(kind)
-    return (str(pid[2]), pid[4] * item) if item and isinstance(pid[4], int) else None
+    return Storage(str(pid[2]), pid[4] * item, kind) if item and isinstance(pid[4], int) else None
 
 
 def _missing_storage(content: InertPickle, sizes: dict[str, int], root: str) -> str:
     for pid in content.persistent:
-        storage = _storage(pid)
+        storage = storage_of(pid)
         if storage is None:
             continue
-        key, size = storage
+        key, size = storage.key, storage.size
         held = sizes.get(f"{root}data/{key}", sizes.get(f"{root}{key}"))
         if held is None:
             return f"tensor data {key[:40]} is missing"
@@ -353,7 +403,7 @@ def _inspect_legacy(file: IO[bytes], size: int, budget: Budget) -> Report:
     bounded = BoundedReader(file, size, budget.limits.pickle_bytes)
     contents = [read_inert(bounded, budget.out_of_time) for _ in range(_LEGACY_PICKLES)]
     content = contents[3]
-    sizes = dict(filter(None, map(_storage, content.persistent)))
+    sizes = {one.key: one.size for one in map(storage_of, content.persistent) if one is not None}
     keys = contents[4].value
     for key in keys.items if isinstance(keys, InertObject) else ():
         length = file.read(8)
@@ -387,11 +437,42 @@ def top_numbers(value: object) -> dict[str, int]:
     for key, item in value.pairs():
         if isinstance(key, str) and type(item) is int:
             numbers[key] = item
+        elif key == "args" and isinstance(item, InertObject) and isinstance(item.state, InertObject):
+            for name, number in item.state.pairs():
+                if isinstance(name, str) and type(number) is int:
+                    numbers[f"args.{name}"] = number
         elif key in _NESTED and isinstance(item, InertObject):
             for name, number in item.pairs():
                 if isinstance(name, str) and type(number) is int:
                     numbers.setdefault(name, number)
     return numbers
+
+
+class PartOfFile:
+    """A part of a file as a file of its own, for `zipfile`."""
+
+    def __init__(self, file: IO[bytes], begin: int, size: int) -> None:
+        self._file, self._begin, self._size, self._at = file, begin, size, 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the file's beginning")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._at)
+        self._file.seek(self._begin + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
 
 
 # ----- safetensors -----
@@ -425,13 +506,36 @@ def inspect_safetensors(path: Path) -> Report:
         data = file.read(length)
     try:
         header = msgspec.json.decode(data)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        wanted = 8 + length + max(ends, default=0)
+        wanted = 8 + length + _laid_out({name: one for name, one in header.items() if name != "__metadata__"})
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, IndexError, AttributeError, ValueError):
         return Report("its header is damaged")
     if wanted != size:
         return Report(f"it has {size} bytes instead of {wanted}")
     return Report(step=_step(header.get("__metadata__")))
+
+
+_BITS: Final = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4,
+    "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64,
+    "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
+
+
+def _laid_out(tensors: dict[str, Any]) -> int:
+    """Where the last tensor ends. Raises ValueError where tensors overlap, leave gaps, or have another size than
+    their shape says: the library refuses such a file, too."""
+    end = 0
+    for begin, until, entry in sorted(((*entry["data_offsets"], entry) for entry in tensors.values()), key=_BY_PLACE):
+        bits = _BITS.get(entry["dtype"])
+        if begin != end or until < begin:
+            raise ValueError("tensors overlap, or leave a gap")
+        if bits is not None and (until - begin) * 8 != math.prod(entry["shape"]) * bits:
+            raise ValueError("a tensor has another size than its shape says")
+        end = until
+    return end
+
+
+_BY_PLACE: Final = operator.itemgetter(0, 1)
 
 
 def _step(metadata: object) -> int | None:
@@ -444,62 +548,67 @@ def _step(metadata: object) -> int | None:
     return None
 
 
+# ----- NeMo 1 -----
+
+
+class NemoFile:
+    """One `.nemo` file: a tar archive of a YAML file and a file of `torch.save`."""
+
+    name = "nemo"
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.limits = limits
+
+    def recognize(self, path: Path) -> bool:
+        return final_suffix(path.name) == ".nemo" and path.is_file()
+
+    def inspect(self, path: Path) -> Checkpoint:
+        return made_of_file(path, self.name, inspect_nemo(path, Budget(self.limits)))
+
+
+def inspect_nemo(path: Path, budget: Budget) -> Report:
+    """Whether every header and all bytes of the archive are there, and its weights are whole. Raises OSError."""
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(3)
+        if not head.strip(b"\0"):
+            return Report("it begins with zeros: its data never reached the storage" if size else "the file is empty")
+        if head.startswith(b"\x1f\x8b"):
+            return Report()  # packed by gzip: nothing is unpacked here
+        file.seek(0)
+        try:
+            members = _tar_members(file)
+        except (tarfile.TarError, EOFError, ValueError):
+            return Report("its tar headers are damaged")
+        end = max((member.offset_data + (member.size + 511) // 512 * 512 for member in members), default=0)
+        file.seek(end)
+        if end + 1024 > size or file.read(1024).strip(b"\0"):
+            return Report(f"the file ends within its archive ({size} bytes are there)")
+        weights = [member for member in members if member.name.endswith(".ckpt")]
+        if not weights and not any(member.name.endswith("weights") for member in members):
+            return Report("it has no weights")
+        for member in weights:
+            part = PartOfFile(file, member.offset_data, member.size)
+            if part.read(4) == _ZIP:
+                why = why_no_archive(cast("IO[bytes]", part), member.size, budget)
+                if why:
+                    return Report(f"{member.name[-80:]}: {why}")
+    return Report()
+
+
+_TAR_MEMBERS: Final = 1000
+
+
+def _tar_members(file: IO[bytes]) -> list[tarfile.TarInfo]:
+    """Raises tarfile.TarError."""
+    members: list[tarfile.TarInfo] = []
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        while len(members) < _TAR_MEMBERS and (member := archive.next()) is not None:
+            members.append(member)
+    return members
+
+
 # ----- torch.distributed.checkpoint -----
 
 METADATA: Final = ".metadata"
 SHARD_SUFFIX: Final = ".distcp"
-_SHARD: Final = re.compile(rb"__\d{1,7}_\d{1,7}\.distcp")
-
-
-def inspect_dcp(folder: Path, sizes: dict[str, int], budget: Budget) -> str:
-    """Why the folder is not a whole checkpoint; empty when it is. `sizes`: its files. Raises OSError."""
-    if METADATA not in sizes:
-        return "it has no .metadata, which is written last"
-    if sizes[METADATA] == 0:
-        return ".metadata is empty"
-    if sizes[METADATA] > 16 * budget.limits.pickle_bytes:
-        return ""
-    data = (folder / METADATA).read_bytes()
-    try:
-        extents = _extents(data, budget)
-    except PickleDamaged as error:
-        return f".metadata is damaged: {error}"
-    missing = sorted(name for name in extents if name not in sizes)
-    if missing:
-        return f"{missing[0]} is missing ({len(missing)} of {len(extents)} files)"
-    for name, extent in sorted(extents.items()):
-        if sizes[name] < extent:
-            return f"{name} has {sizes[name]} bytes instead of {extent}"
-    return ""
-
-
-def dcp_needs(folder: Path) -> dict[str, int]:
-    """What `.metadata` says must be there: file name -> the least size. Empty where it cannot be read safely.
-
-    Raises OSError.
-    """
-    budget = Budget()
-    with open(folder / METADATA, "rb") as file:
-        data = file.read(16 * budget.limits.pickle_bytes + 1)
-    try:
-        return _extents(data, budget) if len(data) <= 16 * budget.limits.pickle_bytes else {}
-    except PickleDamaged:
-        return {}
-
-
-def _extents(data: bytes, budget: Budget) -> dict[str, int]:
-    """File name -> the least size that it must have. When the pickle is too long to follow, its names alone."""
-    try:
-        content = read_inert(data, budget.out_of_time).value
-    except PickleTooLong:
-        return {name.decode(): 1 for name in set(_SHARD.findall(data))}
-    storage = content.get("storage_data") if isinstance(content, InertObject) else None
-    extents: dict[str, int] = {}
-    for _, info in storage.pairs() if isinstance(storage, InertObject) else ():
-        if not isinstance(info, InertObject) or not isinstance(info.state, InertObject):
-            continue
-        fields = dict(pair for pair in info.state.pairs() if isinstance(pair[0], str))
-        name, offset, length = (fields.get(key) for key in ("relative_path", "offset", "length"))
-        if isinstance(name, str) and isinstance(offset, int) and isinstance(length, int) and "/" not in name:
-            extents[name] = max(extents.get(name, 0), offset + length)
-    return extents

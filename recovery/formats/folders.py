@@ -1,10 +1,11 @@
 """Checkpoints that are folders: every file of a known kind in one must be whole (`Tree`).
 
-torch.distributed.checkpoint, Hugging Face, Megatron-LM, DeepSpeed, accelerate, any other.
+torch.distributed.checkpoint, Hugging Face, Megatron-LM, NeMo, DeepSpeed, accelerate, any other.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from typing import Final
 
 import msgspec
 
-from recovery.checkpoint import Checkpoint
+from recovery.checkpoint import Checkpoint, Layout
+from recovery.formats.dcp import inspect_dcp, ranks_of
 from recovery.formats.files import (
     DEFAULT_LIMITS,
     METADATA,
@@ -23,7 +25,6 @@ from recovery.formats.files import (
     Budget,
     Limits,
     Report,
-    inspect_dcp,
     inspect_safetensors,
     inspect_torch_file,
     is_temporary,
@@ -50,6 +51,8 @@ class Tree:
         """There are more files than the limits allow."""
         self.numbers: dict[str, int] = {}
         self.step: int | None = None
+        self.told: dict[str, dict[str, int]] = {}
+        """The numbers that each file tells."""
 
     @property
     def size(self) -> int:
@@ -116,6 +119,7 @@ def inspect_tree(tree: Tree, budget: Budget) -> str:
             return f"{name}: {report.why}"
         if tree.step is None:
             tree.step = report.step
+        tree.told[name] = report.numbers
         tree.numbers.update(report.numbers)
     return ""
 
@@ -171,7 +175,11 @@ _WEIGHTS: Final = (
     r"|pytorch_model_fsdp[^/]*/.*|global_step.*"
 )
 
-_OF_TRAINER: Final = re.compile(r"trainer_state\.json|training_args\.bin|rng_state(?:_\d+)?\.pth")
+INCOMPLETE_MARK: Final = "checkpoint-is-incomplete.txt"
+"""transformers' save at SIGTERM (`enable_jit_checkpoint`) puts it there first and removes it last."""
+_OF_TRAINER: Final = re.compile(
+    r"trainer_state\.json|training_args\.bin|rng_state(?:_\d+)?\.pth|checkpoint-is-incomplete\.txt"
+)
 
 
 Trusts = Callable[[Path], bool]
@@ -215,7 +223,8 @@ class _Folder:
         if self.trusts is not everything:  # what is not ours in it is not read, and proves nothing
             tree.files = {name: stat for name, stat in tree.files.items() if self.trusts(path / name)}
         why = self.demands(tree) or inspect_tree(tree, Budget(self.limits)) or self.after(tree)
-        return made(path, self.name, Report(why, self.step(tree)), tree.size, tree.modified_at)
+        report = Report(why, self.step(tree))
+        return made(path, self.name, report, tree.size, tree.modified_at, self.layout(tree))
 
     def demands(self, tree: Tree) -> str:  # noqa: ARG002
         """Why it cannot be complete, from the names alone."""
@@ -224,6 +233,11 @@ class _Folder:
     def after(self, tree: Tree) -> str:  # noqa: ARG002
         """Why it is not complete although every file is whole."""
         return ""
+
+    def layout(self, tree: Tree) -> Layout | None:
+        """Over how many ranks it is spread; None where it does not say."""
+        world_size = ranks_of([name.rpartition("/")[2] for name in tree.files])
+        return Layout(world_size=world_size) if world_size else None
 
     def step(self, tree: Tree) -> int | None:
         """From the name, else from a file in it."""
@@ -253,6 +267,13 @@ class DcpFolder(_Folder):
     def recognize(self, path: Path) -> bool:
         return any(name == METADATA or name.endswith(SHARD_SUFFIX) for name in self.names(path))
 
+    def demands(self, tree: Tree) -> str:
+        """Lightning's sharded `epoch=0-step=10.ckpt`: the loops' state is written when all ranks have saved."""
+        if tree.folder.suffix == ".ckpt" and METADATA in tree.files and "meta.pt" not in tree.files:
+            beside = (other / "meta.pt" for other in self.alike(tree.folder))
+            return "it has no meta.pt, which is written last" if any(path.exists() for path in beside) else ""
+        return ""
+
 
 class HuggingFaceFolder(_Folder):
     """A Trainer's `checkpoint-N`; `trainer_state.json` is written after weights, optimizer and scheduler."""
@@ -270,6 +291,8 @@ class HuggingFaceFolder(_Folder):
     def demands(self, tree: Tree) -> str:
         if not tree.files:
             return "the folder is empty"
+        if INCOMPLETE_MARK in tree.files:
+            return f"{INCOMPLETE_MARK} is there: the save at the job's end was cut off"
         if not tree.any(_WEIGHTS):
             return "it has no weights"
         if "trainer_state.json" not in tree.files:
@@ -283,16 +306,36 @@ class HuggingFaceFolder(_Folder):
 
     def after(self, tree: Tree) -> str:
         """Each rank writes its own random state; a number in the name says that there are several."""
-        found = {int(name[10:-4]) for name in tree.files if re.fullmatch(r"rng_state_\d{1,7}\.pth", name)}
+        found = _numbered(tree, r"rng_state_(\d{1,7})\.pth")
         missing = set(range(max(2, max(found) + 1))) - found if found else set()
-        return f"rng_state_{min(missing)}.pth is missing" if missing else ""
+        if missing:
+            return f"rng_state_{min(missing)}.pth is missing"
+        random = bool(found) or "rng_state.pth" in tree.files
+        optimizer = tree.any(r"optimizer.*|global_step.*")
+        if random != optimizer:  # the Trainer writes both, or none (`save_only_model`)
+            return "it has no optimizer state" if random else "it has no random state"
+        return ""
+
+    def layout(self, tree: Tree) -> Layout | None:
+        found = _numbered(tree, r"rng_state_(\d{1,7})\.pth")
+        alone = 1 if "rng_state.pth" in tree.files else None
+        world_size = len(found) or alone
+        return Layout(world_size=world_size) if world_size else None
 
     def step(self, tree: Tree) -> int | None:
         return tree.step if tree.step is not None else step_in_name(tree.folder.name)
 
 
+_MODEL_PART: Final = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?(?:/|$)")
+_COMMON: Final = "common.pt"
+_CONFIG: Final = "metadata.json"
+
+
 class MegatronFolder(_Folder):
-    """Megatron-LM's `iter_0000100`; the tracker file beside it is written when all ranks have saved."""
+    """Megatron-LM's `iter_0000100`; the tracker file beside it is written when all ranks have saved.
+
+    In it is a folder for each tensor- and pipeline-parallel rank (`torch`), or a distributed checkpoint (`torch_dist`).
+    """
 
     name = "megatron"
 
@@ -318,13 +361,104 @@ class MegatronFolder(_Folder):
         step = step_in_name(tree.folder.name)
         if tracked.isdigit() and step is not None and int(tracked) < step:
             return f"{MEGATRON_TRACKER}, written last, still names {int(tracked)}"
-        return ""
+        return why_not_distributed(tree, "")
 
     def after(self, tree: Tree) -> str:
-        """Ranks are numbered without gaps."""
-        found = {int(name[8:10]) for name in tree.files if re.match(r"mp_rank_\d\d", name)}
-        missing = set(range(max(found, default=-1) + 1)) - found
-        return f"mp_rank_{min(missing):02d} is missing" if missing else ""
+        """Tensor- and pipeline-parallel ranks are numbered without gaps, have the same files, and the same step."""
+        parts = {name.partition("/")[0] for name in tree.files if _MODEL_PART.match(name)}
+        found = {tuple(map(int, filter(None, match.groups()))) for one in parts if (match := _MODEL_PART.match(one))}
+        told = [tree.numbers.get(f"args.{axis}_model_parallel_size", 0) for axis in ("tensor", "pipeline")]
+        wanted = _grid(found, [size if size <= 1000 else 0 for size in told])
+        if wanted - found:
+            missing = min(wanted - found)
+            return f"mp_rank_{missing[0]:02d}{''.join(f'_{number:03d}' for number in missing[1:])} is missing"
+        files = {one: {name.partition("/")[2] for name in tree.files if name.startswith(one + "/")} for one in parts}
+        every = set[str]().union(*files.values())
+        for one in sorted(parts):
+            if every - files[one]:
+                return f"{one}/{min(every - files[one])} is missing, which other ranks have"
+        own = step_in_name(tree.folder.name)
+        for name, numbers in tree.told.items():
+            if name.endswith(("model_optim_rng.pt", _COMMON)) and numbers.get("iteration", own) != own:
+                return f"{name} is of step {numbers['iteration']}"
+        return ""
+
+    def layout(self, tree: Tree) -> Layout | None:
+        return megatron_layout(tree, "")
+
+
+def _grid(found: set[tuple[int, ...]], sizes: list[int]) -> set[tuple[int, ...]]:
+    """All places of the grid that has the places found, and these sizes; empty where their names differ in kind."""
+    if len({len(one) for one in found}) != 1:
+        return set()
+    axes = [max(axis) + 1 for axis in zip(*found, strict=True)]
+    axes[0] = max(axes[0], sizes[0])
+    if len(axes) > 1:
+        axes[1] = max(axes[1], sizes[1])
+    return set(itertools.product(*map(range, axes)))
+
+
+def why_not_distributed(tree: Tree, prefix: str) -> str:
+    """Why a distributed checkpoint of Megatron-LM is not complete, from the names: `metadata.json` is written last."""
+    names = {name.removeprefix(prefix) for name in tree.files if name.startswith(prefix)}
+    if METADATA not in names and not any(name.endswith(SHARD_SUFFIX) for name in names):
+        backend = _json(tree, prefix + _CONFIG).get("sharded_backend") if _CONFIG in names else ""
+        return f"it has no {prefix}{METADATA}" if backend == "torch_dist" else ""
+    if _COMMON in names and _CONFIG not in names:
+        return f"it has no {prefix}{_CONFIG}, which is written last"
+    return f"it has no {prefix}{_COMMON}" if _CONFIG in names and _COMMON not in names else ""
+
+
+def _json(tree: Tree, name: str) -> dict[str, object]:
+    """A small JSON file; empty for one that is damaged."""
+    if tree.files[name].st_size > _POINTER_LIMIT:
+        return {}
+    try:
+        return msgspec.json.decode((tree.folder / name).read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+
+
+def megatron_layout(tree: Tree, prefix: str) -> Layout | None:
+    """From the arguments of the run that each file of the common state holds, else from the names."""
+    size = {name: number for name, number in tree.numbers.items() if 0 < number <= 1_000_000}
+    tensor, pipeline = size.get("args.tensor_model_parallel_size"), size.get("args.pipeline_model_parallel_size")
+    matches = [match for name in tree.files if (match := _MODEL_PART.match(name.removeprefix(prefix)))]
+    if matches:
+        tensor = tensor or 1 + max(int(match[1]) for match in matches)
+        pipeline = pipeline or 1 + max(int(match[2] or 0) for match in matches)
+    world_size = size.get("args.world_size") or ranks_of([name.rpartition("/")[2] for name in tree.files])
+    data = size.get("args.data_parallel_size")
+    if data is None and world_size and tensor and pipeline and not world_size % (tensor * pipeline):
+        data = world_size // (tensor * pipeline)
+    return Layout(world_size=world_size, tensor=tensor, pipeline=pipeline, data=data) if world_size or tensor else None
+
+
+UNFINISHED: Final = "-unfinished"
+"""NeMo puts a file of this name beside a checkpoint first and removes it last."""
+
+
+class NemoFolder(_Folder):
+    """NeMo 2: `NAME--val_loss=1.5-step=100-.../weights` is a distributed checkpoint, `context` says how to load it."""
+
+    name = "nemo"
+
+    def recognize(self, path: Path) -> bool:
+        if not path.is_dir() or not (path / "weights").is_dir():
+            return False
+        inside = _names(path / "weights")
+        return _COMMON in inside or _CONFIG in inside or (path / "context").is_dir()
+
+    def demands(self, tree: Tree) -> str:
+        mark = tree.folder.with_name(tree.folder.name + UNFINISHED)
+        if mark.exists() and self.trusts(mark):
+            return f"{mark.name} is there: NeMo has not finished it"
+        if not tree.any(r"weights/.+"):
+            return "it has no weights"
+        return why_not_distributed(tree, "weights/")
+
+    def layout(self, tree: Tree) -> Layout | None:
+        return megatron_layout(tree, "weights/")
 
 
 class DeepSpeedFolder(_Folder):
@@ -348,14 +482,47 @@ class DeepSpeedFolder(_Folder):
         return ""
 
     def after(self, tree: Tree) -> str:
-        """Every data-parallel rank has written its part."""
-        matches = (re.search(r"zero_pp_rank_(\d{1,7})_mp_rank", name) for name in tree.files)
-        found = {int(match.group(1)) for match in matches if match}
-        wanted = max(found, default=-1) + 1
-        if found and 0 < tree.numbers.get("dp_world_size", 0) <= 100_000:
-            wanted = max(wanted, tree.numbers["dp_world_size"])
-        missing = set(range(wanted)) - found
-        return f"the part of data-parallel rank {min(missing)} is missing" if missing else ""
+        """Every data-parallel rank has written its part, for every model-parallel one, and all are of one step."""
+        parts = _parts(tree, "optim")
+        models, pieces = _numbered(tree, r"(?:.*/)?mp_rank_(\d\d)_model_states\.pt"), _parts(tree, "model")
+        data, model = _sizes(tree, parts | pieces, models)
+        for found, what in ((parts, "part"), (pieces, "model states")):
+            lacking = sorted(set(itertools.product(range(data), range(model))) - found) if found else []
+            if lacking:
+                of = f" for model-parallel rank {lacking[0][1]}" if model > 1 else ""
+                return f"the {what} of data-parallel rank {lacking[0][0]}{of} is missing"
+        absent = sorted(set(range(model)) - models - {rank for _, rank in pieces})
+        if absent:
+            return f"the states of model-parallel rank {absent[0]} are missing"
+        told = (numbers.get("global_steps") for name, numbers in tree.told.items() if name.endswith("_model_states.pt"))
+        steps = sorted({step for step in told if step is not None})
+        return f"its files are of steps {steps[0]} and {steps[-1]}" if len(steps) > 1 else ""
+
+    def layout(self, tree: Tree) -> Layout | None:
+        parts = _parts(tree, "optim")
+        models = _numbered(tree, r"(?:.*/)?mp_rank_(\d\d)_model_states\.pt")
+        data, model = _sizes(tree, parts | _parts(tree, "model"), models)
+        if not data:
+            return None
+        return Layout(world_size=data * model, tensor=model, data=data, fixed=bool(parts))
+
+
+def _parts(tree: Tree, kind: str) -> set[tuple[int, int]]:
+    """Data- and model-parallel rank of each part of the optimizer's, or with ZeRO-3 of the model's states."""
+    pattern = re.compile(rf"zero_pp_rank_(\d{{1,7}})_mp_rank_(\d\d)_{kind}_states\.pt$")
+    return {(int(one[1]), int(one[2])) for name in tree.files if (one := pattern.search(name)) is not None}
+
+
+def _sizes(tree: Tree, parts: set[tuple[int, int]], models: set[int]) -> tuple[int, int]:
+    """How many data- and model-parallel ranks there must be; the states tell the numbers."""
+    data, model = tree.numbers.get("dp_world_size", 0), tree.numbers.get("mp_world_size", 0)
+    data = max(data if data <= 100_000 else 0, 1 + max((rank for rank, _ in parts), default=-1))
+    return data, max(1, model if model <= 1000 else 0, 1 + max(models | {rank for _, rank in parts}, default=0))
+
+
+def _numbered(tree: Tree, pattern: str) -> set[int]:
+    """The numbers (the pattern's group) of the files that match."""
+    return {int(match[1]) for name in tree.files if (match := re.fullmatch(pattern, name)) is not None}
 
 
 class AccelerateFolder(_Folder):
@@ -371,6 +538,16 @@ class AccelerateFolder(_Folder):
 
     def demands(self, tree: Tree) -> str:
         return "" if tree.any(r"random_states_\d+\.pkl") else "it has no random states, which are written last"
+
+    def after(self, tree: Tree) -> str:
+        """Each rank writes its own random state."""
+        found = _numbered(tree, r"random_states_(\d{1,7})\.pkl")
+        missing = set(range(max(found, default=-1) + 1)) - found
+        return f"random_states_{min(missing)}.pkl is missing" if missing else ""
+
+    def layout(self, tree: Tree) -> Layout | None:
+        found = _numbered(tree, r"random_states_(\d{1,7})\.pkl")
+        return Layout(world_size=len(found)) if found else None
 
     def step(self, tree: Tree) -> int | None:
         return None if tree.folder.name.startswith("checkpoint_") else step_in_name(tree.folder.name)

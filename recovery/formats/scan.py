@@ -270,7 +270,7 @@ _SETTLED_S: Final = 2.0
 """A folder that has not changed for so long need not be listed again: its time changes with the next change."""
 _DEPTH: Final = 3
 _TELLING: Final = (".metadata", "trainer_state.json", "random_states_0.pkl", "mp_rank_00", "mp_rank_00_model_states.pt")
-_FILE_SUFFIXES: Final = frozenset((*SUFFIXES, ".safetensors"))
+_FILE_SUFFIXES: Final = frozenset((*SUFFIXES, ".safetensors", ".nemo"))
 
 
 class Name(NamedTuple):

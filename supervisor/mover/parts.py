@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from recovery.checkpoint import Checkpoint
-from recovery.formats.files import METADATA, OURS, dcp_needs, is_temporary
+from recovery.formats.dcp import dcp_needs
+from recovery.formats.files import METADATA, OURS, is_temporary
 from recovery.tiers import DEPTH, FILES_IN_PART, MIRRORS, SINGLE_FILES, PartFile, Save, SavePart, why_bad_name
 from supervisor.files import write_atomically
 from supervisor.mover.copying import PARTIAL

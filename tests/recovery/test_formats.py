@@ -245,6 +245,7 @@ class TestFolders:
     def test_megatron_distributed_checkpoint(self, tmp_path: Path) -> None:
         folder = save_dcp(tmp_path / "iter_0000050")
         save(folder / "common.pt", iteration=50)
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
         (tmp_path / "latest_checkpointed_iteration.txt").write_text("50")
         found = inspect(folder)
         assert (found.format, found.complete, found.step) == ("megatron", True, 50)
