@@ -85,6 +85,10 @@ KINDS: Final[dict[str, Kind]] = {
     "snapshot_held": _kind(
         "all ranks of attempt {attempt} hold a snapshot of step {step} in memory, and may start from it"
     ),
+    "world_size_differs": _kind(
+        "{path} was written by {saved:#rank}, and this attempt has {now}: {format} cannot load it with another number "
+        "of data-parallel ranks. Use as many nodes as before, or convert it (DeepSpeed: ds_to_universal.py)"
+    ),
     "attempt_runs": _kind("attempt {attempt} runs"),
     "replicas_differ": _kind(
         "{what}, and no majority of at least three says who is right. Checkpoints written since they were the same are "

@@ -10,7 +10,7 @@ from typing import Literal
 
 from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Frozen
-from recovery.checkpoint import Resume
+from recovery.checkpoint import Judgement, Layout, Resume
 from recovery.policy import Mode, Plan
 from supervisor.messages import Outcome, Stage
 from supervisor.node_diff import Difference
@@ -126,6 +126,26 @@ class CheckpointView(Frozen, frozen=True, kw_only=True):
     modified_at: datetime.datetime
     size_bytes: int = 0
     suspect: bool = False
+    verdict: Judgement = "whole"
+    where: tuple[str, ...] = ()
+    """`in place`: where the script looks; `copy`: a safe copy of ours."""
+    copy_of: str = ""
+    """For a safe copy: the file it was copied from."""
+    layout: Layout | None = None
+    """Over how many ranks it is spread, as far as it tells."""
+
+
+class RestartView(Frozen, frozen=True, kw_only=True):
+    """What a restart would do now."""
+
+    path: str
+    """What it would resume from; empty: from the beginning, or the script decides (`why`)."""
+    step: int | None
+    loses_steps: int | None
+    """Steps that would be made again; None where one of the two steps is not known."""
+    loses_s: float | None
+    """Seconds since that checkpoint was written; without one, since the attempt began."""
+    why: str = ""
 
 
 class BudgetView(Frozen, frozen=True, kw_only=True):
@@ -244,3 +264,5 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """No progress since, and nothing proves a hang."""
     hung: HungView | None = None
     """A diagnosed hang that lasts: also one whose restart waits for an operator."""
+    restart: RestartView | None = None
+    """What a restart would resume from now, and lose; None: the job has ended."""

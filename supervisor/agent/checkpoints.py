@@ -25,6 +25,7 @@ from recovery.checkpoint import Checkpoint
 from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints
 from recovery.provenance import Item, Provenance, Write
 from recovery.quarantine import Bounds, GivenFolders, WrittenByRanks, keep_copy
+from supervisor.agent.content import ContentMonitor
 from supervisor.agent.procfs import descendants, files_open_for_writing
 from supervisor.agent.state import fulfil
 from supervisor.files import start_time, write_atomically
@@ -268,6 +269,7 @@ class CheckpointMonitor:
         )
         self._ranks_records = RankRecords(Path(local_dir) / "attempts")
         self._record = JobRecord(Path(job_dir), node.replace("/", "_"))
+        self._content = ContentMonitor(Path(job_dir), node)
         self._open = OpenFiles()
         self._to_adopt: list[tuple[str, str]] = []
         """What this program has written for the job, and the file that it is a copy of."""
@@ -424,12 +426,20 @@ class CheckpointMonitor:
         found = self._scanner.scan(self._given, time.time(), at_rest=self._at_rest)
         if self._at_rest:  # while a rank writes, it may still turn out who wrote a file
             self.left = tuple(f"{path} is left alone: {why}" for path, why in self._scanner.left.items())
-        checkpoints = tuple(checkpoint for checkpoint in found if is_utf8(checkpoint.path))
+        checkpoints = self._verified(tuple(checkpoint for checkpoint in found if is_utf8(checkpoint.path)))
         if self._given:
             return checkpoints, ()
         self._write_record()
         folders = dict.fromkeys(Path(one.path).parent for one in reversed(checkpoints) if not one.copy_of)
         return checkpoints, tuple(folders)[-FOLDERS_REPORTED:]
+
+    def _verified(self, found: tuple[Checkpoint, ...]) -> tuple[Checkpoint, ...]:
+        """With what is known of their content. On shared storage one node reads for all."""
+        verifies = tuple(one for one in found if self.leads or _is_on_a_disk(one.path))
+        self._content.offer(verifies)
+        if self._at_rest:
+            self._content.check_now(verifies)
+        return tuple(map(self._content.judged, found))
 
     def _learn(self, writing: Mapping[int, int]) -> None:
         """Learn from records and open files what this node's ranks wrote. At rest, and where it is not known
@@ -500,6 +510,14 @@ class CheckpointMonitor:
         """Who has written much since the last scan."""
         before = self._written
         return {pid for pid, written in writing.items() if written - before.get(pid, 0) > WROTE_BYTES}
+
+
+def _is_on_a_disk(path: str) -> bool:
+    """Whether it is on this node's own disk: file systems of other machines, and in memory, have no device."""
+    try:
+        return os.major(os.stat(path).st_dev) != 0
+    except OSError:
+        return False
 
 
 def is_utf8(path: str) -> bool:

@@ -132,7 +132,7 @@ class JobHandle:
             raise JobNotFound(f"the journal of {self.folder} cannot be read: {error.strerror or error}") from None
 
 
-def _status_from_journal(where: Path) -> dict[str, Any]:
+def status_from_journal(where: Path) -> dict[str, Any]:
     from supervisor.controller.report import fold, job_advice, status_of
 
     folded = fold(where)
@@ -168,7 +168,7 @@ def status(job: JobHandle, as_json: bool, exit_code: bool) -> None:
     """Show the job now: state, step, nodes, incidents."""
     from supervisor.cli import render
 
-    answer = job.read("/v1/status", _status_from_journal)
+    answer = job.read("/v1/status", status_from_journal)
     if not exit_code:
         print_answer(_with_pending(job, answer), as_json, render.status)
     elif answer["outcome"] is None:
@@ -296,7 +296,7 @@ def watch(job: JobHandle, as_json: bool, every: float) -> None:
     if sys.stdout is None:
         return
     with writing():
-        render.watch(lambda: job.read("/v1/status", _status_from_journal), every, as_json)
+        render.watch(lambda: job.read("/v1/status", status_from_journal), every, as_json)
 
 
 JOB_COMMANDS = (status, incidents, why, timeline, watch)

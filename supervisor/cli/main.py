@@ -17,6 +17,7 @@ import click
 from supervisor import config
 from supervisor.cli.advise import advise
 from supervisor.cli.check import check
+from supervisor.cli.checkpoints import group as checkpoints
 from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
 from supervisor.cli.output import print_answer, warn
@@ -268,7 +269,7 @@ def replay(journal: Path, as_json: bool) -> None:
     sys.exit(ExitCode.NOT_DONE if found else ExitCode.DONE)
 
 
-for each in (check, drain_requests, advise, *JOB_COMMANDS, *OPERATOR_COMMANDS):
+for each in (check, checkpoints, drain_requests, advise, *JOB_COMMANDS, *OPERATOR_COMMANDS):
     main.add_command(each)
 
 if __name__ == "__main__":

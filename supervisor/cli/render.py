@@ -109,6 +109,71 @@ def seconds(value: float | None) -> str:
     return f"{int(value // 3600)} h {int(value % 3600 // 60):02d} min"
 
 
+# ----- checkpoints -----
+
+VERDICT_STYLES: Final = {"whole": "green", "incomplete": "yellow", "in doubt": "yellow"}
+
+
+def checkpoints(answer: dict[str, Any]) -> None:
+    now = _time(answer["now"])
+    parts: list[RenderableType] = []
+    if answer["restart"] is not None:
+        parts.append(Text(restart_line(answer["restart"])))
+    if not answer["checkpoints"]:
+        parts.append(Text(f"job {answer['name'] or '?'}: no checkpoint has been seen"))
+    else:
+        table = _table("step", "age", "size", "format", "ranks", "verdict", "where", "path", "why")
+        for one in answer["checkpoints"]:
+            age = seconds(max(0.0, (now - _time(one["modified_at"])).total_seconds()))
+            where = ", ".join(one.get("where") or ())
+            path = f"{one['path']} (of {one['copy_of']})" if one.get("copy_of") else one["path"]
+            table.add_row(*_what(one)[:1], age, *_what(one)[1:], _verdict(one), where, path, one.get("why", ""))
+        parts += [Text(""), table]
+    _print(*parts)
+
+
+def restart_line(restart: Mapping[str, Any]) -> str:
+    """`a restart now resumes from step 40 (/out/ckpt_40.pt), and loses 12 steps (3 min 20 s)`."""
+    if restart["why"]:
+        return f"what a restart would resume from now is not known: {restart['why']}"
+    lost = [] if restart["loses_steps"] is None else [f"{restart['loses_steps']} steps"]
+    lost += [] if restart["loses_s"] is None else [seconds(restart["loses_s"])]
+    loses = f", and lose {lost[0]}{f' ({lost[1]})' if len(lost) > 1 else ''}" if lost else ""
+    if not restart["path"]:
+        return f"a restart would begin at the beginning now{loses}"
+    step = "" if restart["step"] is None else f"step {restart['step']} "
+    return f"a restart would resume from {step}({restart['path']}) now{loses}"
+
+
+def _what(one: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Step, size, format, ranks."""
+    layout = one.get("layout") or {}
+    split = [f"{name[0].upper()}P{layout[name]}" for name in ("tensor", "pipeline", "data") if layout.get(name)]
+    ranks = str(layout.get("world_size") or "") + (f" ({' '.join(split)})" if split else "")
+    return ("" if one["step"] is None else str(one["step"]), size_text(one["size_bytes"]), one["format"], ranks)
+
+
+def _verdict(one: Mapping[str, Any]) -> Text:
+    return Text(one["verdict"], style=VERDICT_STYLES.get(one["verdict"], "bold red"))
+
+
+def size_text(size: float) -> str:
+    """`913 B`, `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def verified(answer: dict[str, Any]) -> None:
+    table = _table("verdict", "step", "size", "format", "ranks", "tensors", "path", "why")
+    for one in answer["checkpoints"]:
+        table.add_row(_verdict(one), *_what(one), str(one["tensors"]), one["path"], one["why"])
+    remarks = [Text(f"{one['path']}: {remark}") for one in answer["checkpoints"] for remark in one["remarks"]]
+    _print(table, *remarks)
+
+
 # ----- status -----
 
 

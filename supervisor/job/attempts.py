@@ -249,9 +249,10 @@ class Checkpoints:
         self._reports.clear()
 
 
-def _preference(checkpoint: Checkpoint) -> tuple[bool, float]:
-    """Of what several nodes tell of one path: one that knows all its writers has no doubt."""
-    return (not checkpoint.in_doubt, checkpoint.modified_at)
+def _preference(checkpoint: Checkpoint) -> tuple[bool, float, bool]:
+    """Of what several nodes tell of one path: one that knows all its writers has no doubt; one that has read its
+    content knows more."""
+    return (not checkpoint.in_doubt, checkpoint.modified_at, checkpoint.changed or checkpoint.suspect)
 
 
 def _keep_newest(kept: dict[str, int] | dict[str, tuple[Checkpoint, ...]], limit: int) -> None:
@@ -694,6 +695,7 @@ class Attempts:
         )
         if snapshot is not None:
             yield note("snapshot_held", attempt=attempt.number, step=snapshot.step)
+        yield from self._told_world_size(attempt)
         self._last_started = attempt.number
         yield Mark("rendezvous")
         yield cancel("form")
@@ -715,6 +717,21 @@ class Attempts:
         resume = attempt.resume
         step = resume.step if resume.step is not None else self.checkpoints.step_of(resume.path)
         return choose_snapshot(trusted, checkpoint=bool(resume.path), checkpoint_step=step)
+
+    def _told_world_size(self, attempt: Attempt) -> Wants:
+        """Tell where the checkpoint's format cannot be loaded by another number of data-parallel ranks."""
+        seen = self.checkpoints.candidates(attempt.members)
+        found = next((one for one in seen if attempt.resume.path in (one.path, one.copy_of)), None)
+        layout = found.layout if found is not None and attempt.resume.path else None
+        if found is not None and layout is not None and layout.fixed and layout.world_size != attempt.world_size:
+            yield note(
+                "world_size_differs",
+                loud=True,
+                path=attempt.resume.path,
+                format=found.format,
+                saved=layout.world_size,
+                now=attempt.world_size,
+            )
 
     def preparation_failed(self, event: m.PreparationFailed) -> Wants:
         attempt = self.current

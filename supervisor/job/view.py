@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from diagnosis.signals import clean_line, rank_names
 from diagnosis.stragglers import SLOWS
-from recovery.checkpoint import Checkpoint
+from recovery.checkpoint import Checkpoint, judgement
 from recovery.cordon import Cordon, breaker_limit
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempts
@@ -31,6 +31,7 @@ from supervisor.view import (
     NodeStateName,
     NodeView,
     PauseView,
+    RestartView,
     SilenceView,
     StragglersView,
     utc,
@@ -108,6 +109,7 @@ def job_view(job: Parts, now: float | None = None) -> JobView:
         degraded=tuple(f"{record.id}: {record.what}" for record in incidents.log.open_degradations()),
         silence=_silence(job, now),
         hung=_hung(job),
+        restart=_restart(job, now),
     )
 
 
@@ -232,6 +234,44 @@ def _checkpoint(checkpoint: Checkpoint) -> CheckpointView:
         modified_at=utc(checkpoint.modified_at),
         size_bytes=checkpoint.size_bytes,
         suspect=checkpoint.suspect,
+        verdict=judgement(checkpoint),
+        where=_where(checkpoint),
+        copy_of=checkpoint.copy_of,
+        layout=checkpoint.layout,
+    )
+
+
+def _where(checkpoint: Checkpoint) -> tuple[str, ...]:
+    return ("copy",) if checkpoint.copy_of else ("in place",)
+
+
+def _restart(job: Parts, now: float) -> RestartView | None:
+    """What a restart would resume from now. A choice that fails must not keep anybody from seeing the rest."""
+    attempts, attempt = job.attempts, job.attempts.current
+    if job.core.is_over or attempt is None:
+        return None
+    known = attempts.checkpoints
+    try:
+        resume, _ = known.choose(attempt.members)
+    except Exception as error:
+        return RestartView(path="", step=None, loses_steps=None, loses_s=None, why=clean_line(str(error)))
+    seen = known.candidates(attempt.members)
+    if not resume.path:
+        doubt = any(one.in_doubt for one in seen)
+        why = "the newest one is in doubt: the script decides" if doubt else ""
+        since = attempt.first_at if attempt.first_at is not None else attempt.formed_at
+        loses = None if doubt else (attempt.step if not attempt.resume.path else None)
+        return RestartView(
+            path="", step=None, loses_steps=loses, loses_s=None if doubt else round(max(0.0, now - since), 3), why=why
+        )
+    step = resume.step if resume.step is not None else known.step_of(resume.path)
+    written = max((one.modified_at for one in seen if resume.path in (one.path, one.copy_of)), default=now)
+    lost = attempt.step - step if attempt.step is not None and step is not None else None
+    return RestartView(
+        path=resume.path,
+        step=step,
+        loses_steps=None if lost is None else max(0, lost),
+        loses_s=round(max(0.0, now - written), 3),
     )
 
 
