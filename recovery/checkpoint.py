@@ -18,7 +18,7 @@ import msgspec
 from diagnosis.signals import Frozen
 
 
-class Layout(Frozen, frozen=True, kw_only=True):
+class RankLayout(Frozen, frozen=True, kw_only=True):
     """Over how many ranks a checkpoint is spread, as far as it tells; None: it does not."""
 
     world_size: int | None = None
@@ -51,7 +51,7 @@ class Checkpoint(Frozen, frozen=True, kw_only=True):
     """For a safe copy: the file it was copied from (overwritten in place)."""
     began_at: float | None = None
     """Unix time at which a rank of this node began to write it; None: nobody saw that."""
-    layout: Layout | None = None
+    layout: RankLayout | None = None
     changed: bool = False
     """Its bytes are not those that were there when it was first seen complete: it is not `complete` for that."""
 

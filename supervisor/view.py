@@ -10,7 +10,7 @@ from typing import Literal
 
 from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Frozen
-from recovery.checkpoint import Judgement, Layout, Resume
+from recovery.checkpoint import Judgement, RankLayout, Resume
 from recovery.policy import Mode, Plan
 from supervisor.messages import Outcome, Stage
 from supervisor.node_diff import Difference
@@ -131,7 +131,7 @@ class CheckpointView(Frozen, frozen=True, kw_only=True):
     """`in place`: where the script looks; `copy`: a safe copy of ours."""
     copy_of: str = ""
     """For a safe copy: the file it was copied from."""
-    layout: Layout | None = None
+    layout: RankLayout | None = None
     """Over how many ranks it is spread, as far as it tells."""
 
 

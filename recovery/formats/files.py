@@ -23,7 +23,7 @@ import msgspec
 
 from diagnosis.pickles import BoundedReader, InertObject, InertPickle, PickleDamaged, PickleTooLong, read_inert
 from diagnosis.signals import clean_text
-from recovery.checkpoint import TEMPORARY, Checkpoint, Layout
+from recovery.checkpoint import TEMPORARY, Checkpoint, RankLayout
 from recovery.tiers import MIRRORS, PUBLISHING
 
 SET_ASIDE: Final = ".unbroken-set-aside"
@@ -143,7 +143,7 @@ def is_temporary(name: str) -> bool:
 
 
 def made(
-    path: Path, format_name: str, report: Report, size: int, modified_at: float, layout: Layout | None = None
+    path: Path, format_name: str, report: Report, size: int, modified_at: float, layout: RankLayout | None = None
 ) -> Checkpoint:
     """The checkpoint that a report describes."""
     why = report.why
@@ -437,6 +437,10 @@ def top_numbers(value: object) -> dict[str, int]:
     for key, item in value.pairs():
         if isinstance(key, str) and type(item) is int:
             numbers[key] = item
+        elif key == "param_shapes" and isinstance(
+            item, InertObject
+        ):  # DeepSpeed's ZeRO, which has parts of the optimizer
+            numbers[key] = len(item.items)
         elif key == "args" and isinstance(item, InertObject) and isinstance(item.state, InertObject):
             for name, number in item.state.pairs():
                 if isinstance(name, str) and type(number) is int:

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from recovery.checkpoint import Checkpoint, Layout
+from recovery.checkpoint import Checkpoint, RankLayout
 from recovery.formats.dcp import inspect_dcp, ranks_of
 from recovery.formats.files import (
     DEFAULT_LIMITS,
@@ -234,10 +234,10 @@ class _Folder:
         """Why it is not complete although every file is whole."""
         return ""
 
-    def layout(self, tree: Tree) -> Layout | None:
+    def layout(self, tree: Tree) -> RankLayout | None:
         """Over how many ranks it is spread; None where it does not say."""
         world_size = ranks_of([name.rpartition("/")[2] for name in tree.files])
-        return Layout(world_size=world_size) if world_size else None
+        return RankLayout(world_size=world_size) if world_size else None
 
     def step(self, tree: Tree) -> int | None:
         """From the name, else from a file in it."""
@@ -316,11 +316,11 @@ class HuggingFaceFolder(_Folder):
             return "it has no optimizer state" if random else "it has no random state"
         return ""
 
-    def layout(self, tree: Tree) -> Layout | None:
+    def layout(self, tree: Tree) -> RankLayout | None:
         found = _numbered(tree, r"rng_state_(\d{1,7})\.pth")
         alone = 1 if "rng_state.pth" in tree.files else None
         world_size = len(found) or alone
-        return Layout(world_size=world_size) if world_size else None
+        return RankLayout(world_size=world_size) if world_size else None
 
     def step(self, tree: Tree) -> int | None:
         return tree.step if tree.step is not None else step_in_name(tree.folder.name)
@@ -375,6 +375,8 @@ class MegatronFolder(_Folder):
         files = {one: {name.partition("/")[2] for name in tree.files if name.startswith(one + "/")} for one in parts}
         every = set[str]().union(*files.values())
         for one in sorted(parts):
+            if not any(name.startswith("model") for name in files[one]):
+                return f"{one} has no model"
             if every - files[one]:
                 return f"{one}/{min(every - files[one])} is missing, which other ranks have"
         own = step_in_name(tree.folder.name)
@@ -383,7 +385,7 @@ class MegatronFolder(_Folder):
                 return f"{name} is of step {numbers['iteration']}"
         return ""
 
-    def layout(self, tree: Tree) -> Layout | None:
+    def layout(self, tree: Tree) -> RankLayout | None:
         return megatron_layout(tree, "")
 
 
@@ -419,7 +421,7 @@ def _json(tree: Tree, name: str) -> dict[str, object]:
         return {}
 
 
-def megatron_layout(tree: Tree, prefix: str) -> Layout | None:
+def megatron_layout(tree: Tree, prefix: str) -> RankLayout | None:
     """From the arguments of the run that each file of the common state holds, else from the names."""
     size = {name: number for name, number in tree.numbers.items() if 0 < number <= 1_000_000}
     tensor, pipeline = size.get("args.tensor_model_parallel_size"), size.get("args.pipeline_model_parallel_size")
@@ -431,7 +433,9 @@ def megatron_layout(tree: Tree, prefix: str) -> Layout | None:
     data = size.get("args.data_parallel_size")
     if data is None and world_size and tensor and pipeline and not world_size % (tensor * pipeline):
         data = world_size // (tensor * pipeline)
-    return Layout(world_size=world_size, tensor=tensor, pipeline=pipeline, data=data) if world_size or tensor else None
+    return (
+        RankLayout(world_size=world_size, tensor=tensor, pipeline=pipeline, data=data) if world_size or tensor else None
+    )
 
 
 UNFINISHED: Final = "-unfinished"
@@ -457,7 +461,7 @@ class NemoFolder(_Folder):
             return "it has no weights"
         return why_not_distributed(tree, "weights/")
 
-    def layout(self, tree: Tree) -> Layout | None:
+    def layout(self, tree: Tree) -> RankLayout | None:
         return megatron_layout(tree, "weights/")
 
 
@@ -486,6 +490,8 @@ class DeepSpeedFolder(_Folder):
         parts = _parts(tree, "optim")
         models, pieces = _numbered(tree, r"(?:.*/)?mp_rank_(\d\d)_model_states\.pt"), _parts(tree, "model")
         data, model = _sizes(tree, parts | pieces, models)
+        if not parts and (pieces or tree.numbers.get("param_shapes")):
+            return "it has no optimizer states, which ZeRO splits over the data-parallel ranks"
         for found, what in ((parts, "part"), (pieces, "model states")):
             lacking = sorted(set(itertools.product(range(data), range(model))) - found) if found else []
             if lacking:
@@ -498,13 +504,13 @@ class DeepSpeedFolder(_Folder):
         steps = sorted({step for step in told if step is not None})
         return f"its files are of steps {steps[0]} and {steps[-1]}" if len(steps) > 1 else ""
 
-    def layout(self, tree: Tree) -> Layout | None:
+    def layout(self, tree: Tree) -> RankLayout | None:
         parts = _parts(tree, "optim")
         models = _numbered(tree, r"(?:.*/)?mp_rank_(\d\d)_model_states\.pt")
         data, model = _sizes(tree, parts | _parts(tree, "model"), models)
         if not data:
             return None
-        return Layout(world_size=data * model, tensor=model, data=data, fixed=bool(parts))
+        return RankLayout(world_size=data * model, tensor=model, data=data, fixed=bool(parts))
 
 
 def _parts(tree: Tree, kind: str) -> set[tuple[int, int]]:
@@ -545,9 +551,9 @@ class AccelerateFolder(_Folder):
         missing = set(range(max(found, default=-1) + 1)) - found
         return f"random_states_{min(missing)}.pkl is missing" if missing else ""
 
-    def layout(self, tree: Tree) -> Layout | None:
+    def layout(self, tree: Tree) -> RankLayout | None:
         found = _numbered(tree, r"random_states_(\d{1,7})\.pkl")
-        return Layout(world_size=len(found)) if found else None
+        return RankLayout(world_size=len(found)) if found else None
 
     def step(self, tree: Tree) -> int | None:
         return None if tree.folder.name.startswith("checkpoint_") else step_in_name(tree.folder.name)

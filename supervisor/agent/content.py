@@ -26,6 +26,8 @@ FOLDER: Final = "verified"
 BYTES_PER_S: Final = 64 << 20
 AGAIN_S: Final = 600.0
 """The newest one is read again so often, although nobody has touched it: disks lose bits."""
+LOOK_S: Final = 60.0
+"""Whether somebody has touched one is looked at so often: times only."""
 LATER_S: Final = 5.0
 """When a file could not be read."""
 RECORD_BYTES: Final = 64 << 20
@@ -84,6 +86,7 @@ class ContentMonitor:
                     self._lock.release()
         finally:
             self._hurry.clear()
+            self._news.set()  # to keep what was found out
 
     def _look(self, path: str, reader: ContentReader, *, again: bool = False) -> bool:
         """Whether it was looked at to the end."""
@@ -109,7 +112,7 @@ class ContentMonitor:
                 self._keep()
             except Exception:
                 log.exception("the content of checkpoints cannot be verified")
-            self._news.wait(LATER_S if not done else AGAIN_S)
+            self._news.wait(LOOK_S if done else LATER_S)
 
     def _look_at_all(self) -> bool:
         reader = ContentReader(self._wait)

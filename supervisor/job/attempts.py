@@ -161,6 +161,10 @@ class Checkpoints:
         skip = batches if (path, step) == (checkpoint.path, checkpoint.step) else 0
         return Resume(path=checkpoint.path, step=checkpoint.step, prepare=prepare, skip_batches=skip), prepare
 
+    def would_choose(self, members: tuple[str, ...]) -> Checkpoint | None:
+        """What a restart would resume from now; changes nothing. Raises whatever the choice raises."""
+        return self._choose(self.candidates(members), self._situation)[0]
+
     def ways_back(self, members: tuple[str, ...]) -> list[Checkpoint]:
         """Good ones of different steps, the newest first."""
         return going_on(self.candidates(members))
@@ -695,7 +699,7 @@ class Attempts:
         )
         if snapshot is not None:
             yield note("snapshot_held", attempt=attempt.number, step=snapshot.step)
-        yield from self._told_world_size(attempt)
+        yield from self._world_size_note(attempt)
         self._last_started = attempt.number
         yield Mark("rendezvous")
         yield cancel("form")
@@ -718,7 +722,7 @@ class Attempts:
         step = resume.step if resume.step is not None else self.checkpoints.step_of(resume.path)
         return choose_snapshot(trusted, checkpoint=bool(resume.path), checkpoint_step=step)
 
-    def _told_world_size(self, attempt: Attempt) -> Wants:
+    def _world_size_note(self, attempt: Attempt) -> Wants:
         """Tell where the checkpoint's format cannot be loaded by another number of data-parallel ranks."""
         seen = self.checkpoints.candidates(attempt.members)
         found = next((one for one in seen if attempt.resume.path in (one.path, one.copy_of)), None)

@@ -252,11 +252,11 @@ def _restart(job: Parts, now: float) -> RestartView | None:
         return None
     known = attempts.checkpoints
     try:
-        resume, _ = known.choose(attempt.members)
+        chosen = known.would_choose(attempt.members)
     except Exception as error:
         return RestartView(path="", step=None, loses_steps=None, loses_s=None, why=clean_line(str(error)))
     seen = known.candidates(attempt.members)
-    if not resume.path:
+    if chosen is None:
         doubt = any(one.in_doubt for one in seen)
         why = "the newest one is in doubt: the script decides" if doubt else ""
         since = attempt.first_at if attempt.first_at is not None else attempt.formed_at
@@ -264,14 +264,13 @@ def _restart(job: Parts, now: float) -> RestartView | None:
         return RestartView(
             path="", step=None, loses_steps=loses, loses_s=None if doubt else round(max(0.0, now - since), 3), why=why
         )
-    step = resume.step if resume.step is not None else known.step_of(resume.path)
-    written = max((one.modified_at for one in seen if resume.path in (one.path, one.copy_of)), default=now)
+    step = chosen.step if chosen.step is not None else known.step_of(chosen.path)
     lost = attempt.step - step if attempt.step is not None and step is not None else None
     return RestartView(
-        path=resume.path,
+        path=chosen.path,
         step=step,
         loses_steps=None if lost is None else max(0, lost),
-        loses_s=round(max(0.0, now - written), 3),
+        loses_s=round(max(0.0, now - chosen.modified_at), 3),
     )
 
 
