@@ -31,6 +31,7 @@ from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.link import Link
 from supervisor.agent.metrics import metrics_port
 from supervisor.agent.orphan import EXIT_NO_CONTROLLER, OrphanHandler
+from supervisor.agent.prefetch import Prefetch, wanted
 from supervisor.agent.procfs import ProcessIdentity
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.reconcile import Collect, launcher_state, out_of_bounds, reconcile
@@ -260,6 +261,7 @@ class NodeAgent:
         self._actions = ActionRunner(state, self._keeper, self._launcher, self._evidence, self._checkpoints)
         self._orphan = OrphanHandler(state, self._link, self._ranks, self._keeper)
         self._drain_requests = DrainRequests(state, site.drain_requests)
+        self._prefetch = Prefetch()
 
         # What it reports.
         self._heartbeat = HeartbeatBuilder(
@@ -309,6 +311,7 @@ class NodeAgent:
         self._handle_lost_controller(now)
         await self._act()
         self._report(now)
+        self._read_ahead()
 
     # ----- when it wakes -----
 
@@ -446,6 +449,12 @@ class NodeAgent:
         state.saved_file.write()
 
     # ----- what it does -----
+
+    def _read_ahead(self) -> None:
+        keeper = self._state.keeper
+        path = wanted(self._state.assignment, keeper, self._checkpoints.checkpoints, self._progressed)
+        ranks = [worker.rank for worker in keeper.workers_of(keeper.newest_attempt)] if path and keeper else ()
+        self._prefetch.follow(path, ranks)
 
     def _handle_lost_controller(self, now: float) -> None:
         """Without a connection: see to what an orphan must do, and end the node where it says so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from typing import Any
@@ -45,7 +46,7 @@ def main() -> None:
     module = Module(given.steps, given.step_ms / 1000)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        devices="auto",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy="ddp",
         max_steps=given.steps,
         logger=False,

@@ -1,0 +1,116 @@
+"""Which checkpoint is read into the page cache, when, and that it is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recovery.checkpoint import Checkpoint
+from supervisor.agent.prefetch import CHILD, LEAST_BYTES, Prefetch, wanted
+from supervisor.keeper_client import KeeperState, WorkerProcess
+from supervisor.messages import Assignment, Outcome, Resume
+from tests.conftest import until
+
+OLD = Checkpoint(path="/c/step-1", step=1, format="dcp", complete=True, size_bytes=LEAST_BYTES, modified_at=1)
+NEW = Checkpoint(path="/c/step-2", step=2, format="dcp", complete=True, size_bytes=LEAST_BYTES, modified_at=2)
+TORN = Checkpoint(path="/c/step-3", step=3, format="dcp", complete=False, size_bytes=LEAST_BYTES, modified_at=3)
+SMALL = Checkpoint(path="/c/step-4", step=4, format="dcp", complete=True, size_bytes=1000, modified_at=4)
+FORM = {"attempt": 2, "stage": "form"}
+OUTCOME = Outcome(state="succeeded", exit_code=0, line="")
+
+
+def assigned(**fields: Any) -> Assignment:
+    values = {"epoch": 1, "version": 1, "node": "a", "role": "member", "attempt": 1, "stage": "run", **fields}
+    return Assignment(**values)
+
+
+def keeper(*statuses: int | None, attempt: int = 1, by_us: bool = False) -> KeeperState:
+    workers = [
+        WorkerProcess(attempt=attempt, rank=rank, local_rank=rank, pid=9, status=status, stopped_by_us=by_us)
+        for rank, status in enumerate(statuses)
+    ]
+    return KeeperState(ready=True, workers=tuple(workers))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "state", "found", "path"),
+    [
+        (assigned(), keeper(None, None), [OLD, NEW], ""),
+        (assigned(), keeper(9, None), [OLD, NEW, TORN], "/c/step-2"),
+        (assigned(), keeper(9, 9, by_us=True), [NEW], ""),
+        (assigned(), keeper(0, 0), [NEW], ""),
+        (assigned(), keeper(9, None), [NEW, SMALL], ""),
+        (assigned(), keeper(9, None), [], ""),
+        (assigned(**FORM, resume=Resume(path="/c/step-1")), keeper(9, 9), [OLD, NEW], "/c/step-1"),
+        (assigned(**FORM, resume=Resume(path="/seen/by/others")), keeper(9, 9), [], "/seen/by/others"),
+        (assigned(**FORM), keeper(9, 9), [OLD], ""),
+        (assigned(attempt=2, resume=Resume(path="/c/step-1")), keeper(None, None, attempt=2), [OLD], "/c/step-1"),
+        (assigned(attempt=3, resume=Resume(path="/c/step-1")), keeper(None, None, attempt=3), [OLD], ""),
+        (assigned(attempt=2, resume=Resume(path="/c/step-1")), keeper(None, None, attempt=3), [OLD], ""),
+        (assigned(role="excluded"), keeper(9, None), [NEW], ""),
+        (assigned(outcome=OUTCOME), keeper(9, None), [NEW], ""),
+        (None, keeper(9, None), [NEW], ""),
+        (assigned(), None, [NEW], ""),
+    ],
+)
+def test_what_is_wanted(
+    assignment: Assignment | None, state: KeeperState | None, found: list[Checkpoint], path: str
+) -> None:
+    progressed = 1 if assignment is None or assignment.attempt < 3 else 3
+    assert wanted(assignment, state, found, progressed) == path
+
+
+def cached(path: Path) -> bool:
+    """Whether the end of a file can be read without the disk."""
+    with open(path, "rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(4096)], path.stat().st_size - 4096, os.RWF_NOWAIT) > 0
+        except OSError as error:
+            if error.errno == errno.EAGAIN:
+                return False
+            pytest.skip(f"the file system cannot tell: {error}")
+
+
+def uncached(path: Path) -> None:
+    """A file that is on disk alone."""
+    path.write_bytes(b"x" * (1 << 20))
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def test_the_child_reads_the_files_of_its_ranks(tmp_path: Path) -> None:
+    probe = tmp_path / "probe"
+    uncached(probe)
+    if cached(probe):
+        pytest.skip("the page cache cannot be emptied here")
+    names = ("__0_0.distcp", "__1_0.distcp", "__10_0.distcp", "trainer.pt")
+    for name in names:
+        uncached(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    subprocess.run([sys.executable, "-IS", CHILD, tmp_path, "1"], check=True, timeout=60)
+    assert {name for name in names if cached(tmp_path / name)} == {"__1_0.distcp", "trainer.pt"}
+
+
+def test_another_choice_ends_the_child_and_one_that_does_not_end_is_not_joined(tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text("import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(1000)\n")
+    first, second = tmp_path / "first", tmp_path / "second"
+    prefetch = Prefetch((sys.executable, str(script)))
+    prefetch.follow(str(first), [0])
+    until(lambda: first.exists() and first.read_text(), 30, "the first child")
+
+    def second_runs() -> bool:
+        prefetch.follow(str(second), [0])
+        return second.exists() and bool(second.read_text())
+
+    until(second_runs, 30, "the second child")
+    assert not Path(f"/proc/{first.read_text()}").exists()
+    until(lambda: prefetch.follow("", ()) or not Path(f"/proc/{second.read_text()}").exists(), 30, "none is left")
