@@ -20,7 +20,7 @@ check: $(MADE)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/vermin --quiet --target=3.9- --no-tips --violations supervisor/training recovery/worker.py
+	$(BIN)/vermin --quiet --target=3.9- --no-tips --violations supervisor/training recovery/worker.py recovery/snapshot*.py
 
 oldest:  ## imports everything on Python 3.10, where that is installed
 	tools/oldest_python.sh

@@ -64,6 +64,10 @@ MAY_BE_SKIPPED = "gpu"
 """The one marker whose tests may be skipped under --skips-fail: no CI machine has one."""
 
 
+IMPORTED: pytest.StashKey[frozenset[str]] = pytest.StashKey()
+"""The modules that were there when all tests were collected."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption("--rewrite", action="store_true", help="write golden files anew (tests/net, tests/transcripts)")
@@ -91,9 +95,11 @@ def pytest_collection(session: pytest.Session) -> None:  # noqa: ARG001 (its nam
     gc.disable()
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:  # noqa: ARG001 (its name is the hook's)
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
     gc.freeze()
+    session.config.stash[IMPORTED] = frozenset(sys.modules)
+    Later.collected = True
 
 
 @pytest.hookimpl(trylast=True)
@@ -147,13 +153,20 @@ def need(library: str) -> None:
 
 
 class Later:
-    """A library that takes seconds to import, imported when a test first uses it: each worker collects every test."""
+    """A library that takes seconds to import, imported when a test first uses it: each worker collects every test.
+
+    Meanwhile it has no attributes: pytest asks each object of a module for some.
+    """
+
+    collected = False
 
     def __init__(self, library: str) -> None:
         need(library)
         self._name = library
 
     def __getattr__(self, attribute: str) -> Any:
+        if not Later.collected:
+            raise AttributeError(f"{self._name} is imported once the tests are collected: use it in tests and fixtures")
         return getattr(importlib.import_module(self._name), attribute)
 
 

@@ -13,6 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from tests.conftest import IMPORTED
+
 REPOSITORY = Path(__file__).parents[1]
 MODULES = sorted(path for top in ("diagnosis", "recovery", "supervisor") for path in (REPOSITORY / top).rglob("*.py"))
 OURS = [path for path in MODULES if "training" not in path.parts]
@@ -182,3 +186,8 @@ def test_a_small_file_has_more_than_one_user() -> None:
     small = {_name(path) for path in MODULES if path.name != "__init__.py" and path.read_text().count("\n") < 60}
     users = {name: [user for user, needed in graph.items() if name in needed] for name in small}
     assert {name: users for name, users in users.items() if len(users) == 1}.keys() <= reasons
+
+
+def test_collecting_tests_imports_nothing_that_takes_seconds(pytestconfig: pytest.Config) -> None:
+    """Each worker collects all of them: `tests.conftest.Later` imports a library when a test first uses it."""
+    assert pytestconfig.stash[IMPORTED] & {"torch", "transformers", "accelerate", "numpy"} == set()

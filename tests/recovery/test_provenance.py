@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import shutil
@@ -51,13 +52,14 @@ def opened() -> Iterator[list[str]]:
         _listening[0] = False
 
 
+@functools.cache
 def saved(step: int) -> bytes:
     buffer = io.BytesIO()
     torch.save({"w": torch.arange(20.0), "step": step}, buffer)
     return buffer.getvalue()
 
 
-SAVED = {step: saved(step) for step in (10, 20, 30, 40, 9000)}
+STEPS = (10, 20, 30, 40, 9000)
 
 
 class World:
@@ -124,11 +126,11 @@ def test_two_jobs_in_one_folder_whatever_they_are_called(world: World, own: str,
     """Each writes `step_000010.pt` into a folder of its own, or into the same; ours tears the third."""
     beside = "foreign_" if own == neighbour else ""
     for step in (10, 20):
-        world.ours(f"{own}/step_{step:06d}.pt", SAVED[step])
-        world.theirs(f"{neighbour}/{beside}step_{step:06d}.pt", SAVED[step])
-    world.theirs(f"{neighbour}/{beside}step_000030.pt", SAVED[30][:100])
-    world.theirs(f"{neighbour}/{beside}step_009000.pt", SAVED[9000])
-    world.ours(f"{own}/step_000030.pt", SAVED[30][:500])
+        world.ours(f"{own}/step_{step:06d}.pt", saved(step))
+        world.theirs(f"{neighbour}/{beside}step_{step:06d}.pt", saved(step))
+    world.theirs(f"{neighbour}/{beside}step_000030.pt", saved(30)[:100])
+    world.theirs(f"{neighbour}/{beside}step_009000.pt", saved(9000))
+    world.ours(f"{own}/step_000030.pt", saved(30)[:500])
     chosen, preparations, _ = world.recover()
     world.check()
     assert chosen.path == str(world.root / own / "step_000020.pt")
@@ -139,7 +141,7 @@ def test_two_jobs_in_one_folder_whatever_they_are_called(world: World, own: str,
 
 def test_a_first_start_without_a_record_offers_nothing(world: World) -> None:
     for name in ("ckpt.pt", "out/checkpoint-10/optimizer.pt", "out/step_10.pt", "out/torn.pt"):
-        world.theirs(name, SAVED[9000] if "torn" not in name else b"")
+        world.theirs(name, saved(9000) if "torn" not in name else b"")
     with opened() as files:
         assert world.recover() == (None, (), [])
     assert not set(files) & set(map(str, world.foreign))
@@ -147,11 +149,11 @@ def test_a_first_start_without_a_record_offers_nothing(world: World) -> None:
 
 
 def test_a_copy_of_an_old_checkpoint_is_not_offered(world: World) -> None:
-    world.ours("out/step_10.pt", SAVED[10])
-    world.theirs("out/step_9000.pt", SAVED[9000])
-    world.theirs("out/checkpoint-9000/step_9000.pt", SAVED[9000])
+    world.ours("out/step_10.pt", saved(10))
+    world.theirs("out/step_9000.pt", saved(9000))
+    world.theirs("out/checkpoint-9000/step_9000.pt", saved(9000))
     assert names(world.scan()) == ["step_10.pt"]
-    world.theirs("out/step_10.pt", SAVED[9000])
+    world.theirs("out/step_10.pt", saved(9000))
     assert names(world.scan()) == []
     world.check()
 
@@ -159,9 +161,9 @@ def test_a_copy_of_an_old_checkpoint_is_not_offered(world: World) -> None:
 def test_a_folder_of_ours_with_something_foreign_in_it_is_left_whole(world: World) -> None:
     for step in (10, 20, 30):
         torn = step == 30
-        world.ours(f"out/step_{step}/model.pt", SAVED[step][:300] if torn else SAVED[step])
-        world.ours(f"out/step_{step}/optim.pt", SAVED[step])
-    world.theirs("out/step_30/best_of_mine.pt", SAVED[9000])
+        world.ours(f"out/step_{step}/model.pt", saved(step)[:300] if torn else saved(step))
+        world.ours(f"out/step_{step}/optim.pt", saved(step))
+    world.theirs("out/step_30/best_of_mine.pt", saved(9000))
     chosen, _, done = world.recover()
     assert chosen is not None
     assert names([chosen]) == ["step_20"]
@@ -173,29 +175,29 @@ def test_a_folder_of_ours_with_something_foreign_in_it_is_left_whole(world: Worl
 def test_what_is_put_into_a_checkpoint_after_it_was_chosen_keeps_it_in_place(world: World) -> None:
     """A neighbour that saves while we recover."""
     for step in (10, 20):
-        world.ours(f"out/step_{step}/model.pt", SAVED[step][: 300 if step == 20 else None])
+        world.ours(f"out/step_{step}/model.pt", saved(step)[: 300 if step == 20 else None])
     _, preparations = choose(world.scan())
     assert [one.path for one in preparations] == [str(world.root / "out" / "step_20")]
-    world.theirs("out/step_20/optim.pt", SAVED[9000])
+    world.theirs("out/step_20/optim.pt", saved(9000))
     (said,) = prepare(preparations, WrittenByRanks(world.provenance))
     assert "left in place" in said
     world.check()
 
 
 def test_a_file_that_is_written_over_after_it_was_chosen_stays(world: World) -> None:
-    world.ours("out/step_10.pt", SAVED[10])
-    world.ours("out/step_20.pt", SAVED[20][:300])
+    world.ours("out/step_10.pt", saved(10))
+    world.ours("out/step_20.pt", saved(20)[:300])
     _, preparations = choose(world.scan())
     assert len(preparations) == 1
-    world.theirs("out/step_20.pt", SAVED[9000][:200])
+    world.theirs("out/step_20.pt", saved(9000)[:200])
     (said,) = prepare(preparations, WrittenByRanks(world.provenance))
     assert "left in place" in said
     world.check()
 
 
 def test_a_file_that_somebody_else_has_open_stays(world: World) -> None:
-    world.ours("out/step_10.pt", SAVED[10])
-    world.ours("out/step_20.pt", SAVED[20][:300])
+    world.ours("out/step_10.pt", saved(10))
+    world.ours("out/step_20.pt", saved(20)[:300])
     _, preparations = choose(world.scan())
     import subprocess
 
@@ -212,7 +214,7 @@ def test_a_file_that_somebody_else_has_open_stays(world: World) -> None:
 
 def test_pointers_that_others_wrote_are_left_alone(world: World) -> None:
     for step in (100, 200):
-        torn = SAVED[20][:300] if step == 200 else SAVED[10]
+        torn = saved(20)[:300] if step == 200 else saved(10)
         world.ours(f"out/iter_{step:07d}/mp_rank_00/model_optim_rng.pt", torn)
     world.theirs("out/latest_checkpointed_iteration.txt", b"9000")
     world.theirs("out/latest", b"global_step9000")
@@ -225,13 +227,13 @@ def test_pointers_that_others_wrote_are_left_alone(world: World) -> None:
 
 def test_a_safe_copy_of_a_neighbour_is_neither_used_nor_deleted(world: World) -> None:
     for number in range(5):
-        world.theirs(f"out/.unbroken-copies/ckpt.pt/{number + 1}.pt", SAVED[9000])
+        world.theirs(f"out/.unbroken-copies/ckpt.pt/{number + 1}.pt", saved(9000))
     for step in (10, 20, 30, 40):
-        world.ours("out/ckpt.pt", SAVED[step])
+        world.ours("out/ckpt.pt", saved(step))
         os.utime(world.root / "out" / "ckpt.pt", (step, step))
-        world.ranks.write(world.root / "out" / "ckpt.pt", SAVED[step])
+        world.ranks.write(world.root / "out" / "ckpt.pt", saved(step))
         world.scan()
-    world.ours("out/ckpt.pt", SAVED[40][:300])
+    world.ours("out/ckpt.pt", saved(40)[:300])
     chosen, preparations, _ = world.recover()
     world.check()
     assert chosen.step == 40
@@ -240,15 +242,15 @@ def test_a_safe_copy_of_a_neighbour_is_neither_used_nor_deleted(world: World) ->
 
 
 def test_what_was_set_aside_for_a_neighbour_is_not_replaced(world: World) -> None:
-    world.ours("out/step_10.pt", SAVED[10])
+    world.ours("out/step_10.pt", saved(10))
     for attempt in range(2):
-        world.ours("out/step_20.pt", SAVED[20][: 300 + attempt])
+        world.ours("out/step_20.pt", saved(20)[: 300 + attempt])
         world.recover()
     home = world.root / "out" / ".unbroken-set-aside"
     assert [path.name for path in home.glob("*.pt")] == ["step_20.pt"], "the newest torn one of its name"
     other = World(world.root)
-    other.ours("out/step_10.pt", SAVED[10])
-    other.ours("out/step_20.pt", SAVED[20][:200])
+    other.ours("out/step_10.pt", saved(10))
+    other.ours("out/step_20.pt", saved(20)[:200])
     _, preparations = choose(other.scan())
     prepare(preparations, WrittenByRanks(other.provenance, "/another/job"))
     assert sorted(path.name for path in home.glob("*.pt*") if path.suffix != ".json") == ["step_20.pt", "step_20.pt.2"]
@@ -257,23 +259,23 @@ def test_what_was_set_aside_for_a_neighbour_is_not_replaced(world: World) -> Non
 def test_renames_carry_what_is_ours_and_nothing_else(world: World) -> None:
     ranks, out = world.ranks, world.ranks.make(world.root / "out")
     for step in (10, 20):
-        ranks.replace(ranks.write(out / "tmp.pt", SAVED[step]), out / "ckpt.pt")
+        ranks.replace(ranks.write(out / "tmp.pt", saved(step)), out / "ckpt.pt")
     assert names(world.scan()) == ["ckpt.pt"]
     folder = ranks.make(out / "tmp-checkpoint-10")
-    ranks.write(folder / "a.pt", SAVED[10])
-    ranks.write(folder / "b.pt", SAVED[10])
+    ranks.write(folder / "a.pt", saved(10))
+    ranks.write(folder / "b.pt", saved(10))
     ranks.replace(folder, out / "checkpoint-10")
-    world.theirs("out/elsewhere.pt", SAVED[9000])
+    world.theirs("out/elsewhere.pt", saved(9000))
     ranks.replace(out / "elsewhere.pt", out / "step_9000.pt")
-    world.foreign = {out / "step_9000.pt": SAVED[9000]}
+    world.foreign = {out / "step_9000.pt": saved(9000)}
     assert sorted(names(world.scan())) == ["checkpoint-10", "ckpt.pt"]
-    world.theirs("out/ckpt.pt", SAVED[9000])
+    world.theirs("out/ckpt.pt", saved(9000))
     assert names(world.scan()) == ["checkpoint-10"]
 
 
 def test_what_was_opened_and_not_changed_is_not_ours(world: World) -> None:
     """A data set that is mapped for writing, a file that could not be opened after all."""
-    world.theirs("out/step_9000.pt", SAVED[9000])
+    world.theirs("out/step_9000.pt", saved(9000))
     path = world.root / "out" / "step_9000.pt"
     about = path.stat()
     from recovery.provenance import Write
@@ -291,14 +293,14 @@ def test_noting_again_what_was_noted_changes_nothing(world: World) -> None:
     ranks.provenance.note = lambda writes: (written.extend(writes), note(writes))[1]  # type: ignore[method-assign]
     out = ranks.make(world.root / "out")
     for step in (10, 20):
-        ranks.replace(ranks.write(out / "tmp.pt", SAVED[step]), out / f"step_{step}.pt")
+        ranks.replace(ranks.write(out / "tmp.pt", saved(step)), out / f"step_{step}.pt")
     ranks.replace(out / "step_10.pt", out / "old.pt")
-    ranks.write(out / "gone.pt", SAVED[10])
+    ranks.write(out / "gone.pt", saved(10))
     ranks.remove(out / "gone.pt")
     before = names(world.scan())
-    world.theirs("out/tmp.pt", SAVED[9000])
-    world.theirs("out/step_10.pt", SAVED[9000])
-    world.theirs("out/gone.pt", SAVED[9000])
+    world.theirs("out/tmp.pt", saved(9000))
+    world.theirs("out/step_10.pt", saved(9000))
+    world.theirs("out/gone.pt", saved(9000))
     note(written)
     assert names(world.scan()) == before
     again = Provenance()
@@ -310,7 +312,7 @@ def test_noting_again_what_was_noted_changes_nothing(world: World) -> None:
 
 def test_a_pruning_script_and_a_mount_that_is_away(world: World) -> None:
     for step in (10, 20, 30):
-        world.ours(f"out/step_{step}.pt", SAVED[step])
+        world.ours(f"out/step_{step}.pt", saved(step))
     (world.root / "out" / "step_30.pt").unlink()
     assert names(world.scan()) == ["step_20.pt", "step_10.pt"]
     (world.root / "out").rename(world.root / "away")
@@ -320,8 +322,8 @@ def test_a_pruning_script_and_a_mount_that_is_away(world: World) -> None:
 
 
 def test_a_link_in_place_of_a_file_of_ours(world: World, tmp_path: Path) -> None:
-    world.ours("out/step_10.pt", SAVED[10])
-    world.theirs("private/step_9000.pt", SAVED[9000])
+    world.ours("out/step_10.pt", saved(10))
+    world.theirs("private/step_9000.pt", saved(9000))
     (tmp_path / "out" / "step_10.pt").unlink()
     (tmp_path / "out" / "step_10.pt").symlink_to(tmp_path / "private" / "step_9000.pt")
     with opened() as files:
@@ -356,8 +358,8 @@ FILES = ["ckpt.pt", "step_10.pt", "step_20.pt", "model.pt", "optim.pt", "latest"
          "mp_rank_00.pt", ".metadata", "__0_0.distcp", "trainer_state.json", "last.ckpt"]  # fmt: skip
 PLACES = st.tuples(st.sampled_from(FOLDERS), st.sampled_from(FILES)).map("/".join)
 CONTENT = st.one_of(
-    st.sampled_from(list(SAVED.values())),
-    st.sampled_from([data[:400] for data in SAVED.values()]),
+    st.sampled_from(STEPS).map(saved),
+    st.sampled_from(STEPS).map(lambda step: saved(step)[:400]),
     st.sampled_from([b"", b"10", b"step-10", b"global_step9000"]),
 )
 ACTS = st.one_of(
@@ -467,48 +469,48 @@ PLANTS = [
 
 @pytest.mark.parametrize("how", PLANTS)
 def test_a_planted_folder_for_what_is_moved_aside_is_not_used(world: World, victim: Path, how: str) -> None:
-    world.ours("out/step_10.pt", SAVED[10])
-    world.ours("out/step_20.pt", SAVED[20][:300])
+    world.ours("out/step_10.pt", saved(10))
+    world.ours("out/step_20.pt", saved(20)[:300])
     world.ours("out/latest.txt", b"step_20.pt")
     plant(world.root / "out" / ".unbroken-set-aside", how, victim)
     chosen, preparations, done = world.recover()
     assert chosen is not None
     assert len(preparations) == 1
     assert any("left in place" in said for said in done)
-    assert (world.root / "out" / "step_20.pt").read_bytes() == SAVED[20][:300]
+    assert (world.root / "out" / "step_20.pt").read_bytes() == saved(20)[:300]
     assert list(victim.iterdir()) == []
 
 
 @pytest.mark.parametrize("how", PLANTS)
 def test_a_planted_folder_for_copies_is_not_used(world: World, victim: Path, how: str) -> None:
-    world.ours("out/ckpt.pt", SAVED[10])
-    world.ours("out/ckpt.pt", SAVED[20])
+    world.ours("out/ckpt.pt", saved(10))
+    world.ours("out/ckpt.pt", saved(20))
     world.scan()
     (copies,) = (world.root / "out").glob(".unbroken-copies")
     copies.rename(world.root / "out" / "away")
     plant(copies, how, victim)
-    world.ours("out/ckpt.pt", SAVED[30])
+    world.ours("out/ckpt.pt", saved(30))
     world.scan()
     assert list(victim.iterdir()) == []
 
 
 def test_a_copy_is_not_restored_through_a_planted_link(world: World, victim: Path) -> None:
-    world.ours("out/ckpt.pt", SAVED[10])
+    world.ours("out/ckpt.pt", saved(10))
     world.scan()
     (copy,) = (world.root / "out" / ".unbroken-copies" / "ckpt.pt").glob("*.pt")
-    world.ours("out/ckpt.pt", SAVED[20][:300])
+    world.ours("out/ckpt.pt", saved(20)[:300])
     _, preparations = choose(world.scan())
     assert [type(one) for one in preparations] == [SetAside, Restore]
     copies = world.root / "out" / ".unbroken-copies"
     copies.rename(victim / "moved")
     copies.symlink_to(victim / "moved")
     assert len(prepare(preparations, WrittenByRanks(world.provenance))) == 1
-    assert (world.root / "out" / "ckpt.pt").read_bytes() == SAVED[20][:300], "nothing is moved that cannot be replaced"
+    assert (world.root / "out" / "ckpt.pt").read_bytes() == saved(20)[:300], "nothing is moved that cannot be replaced"
     assert copy.exists()
     copies.unlink()
     (victim / "moved").rename(copies)
     prepare(preparations, WrittenByRanks(world.provenance))
-    assert (world.root / "out" / "ckpt.pt").read_bytes() == SAVED[10]
+    assert (world.root / "out" / "ckpt.pt").read_bytes() == saved(10)
 
 
 class TestABaseModelThatARankCopied:
@@ -520,11 +522,11 @@ class TestABaseModelThatARankCopied:
         return checkpoint.step if checkpoint is not None else None
 
     def test_the_runs_own_saves_win(self, world: World) -> None:
-        world.ours("out/step_9000.pt", SAVED[9000])
+        world.ours("out/step_9000.pt", saved(9000))
         assert self.chosen(world) == 9000
-        world.ours("out/step_10.pt", SAVED[10])
+        world.ours("out/step_10.pt", saved(10))
         assert self.chosen(world) == 10
-        world.ours("out/step_20.pt", SAVED[20])
+        world.ours("out/step_20.pt", saved(20))
         assert self.chosen(world) == 20
 
     @pytest.mark.parametrize(
@@ -537,18 +539,18 @@ class TestABaseModelThatARankCopied:
     )
     def test_else_the_highest_step_wins(self, world: World, names: list[str]) -> None:
         for name in names:
-            world.ours(f"out/{name}", SAVED[int(name.removesuffix(".pt").rpartition("_")[2])])
+            world.ours(f"out/{name}", saved(int(name.removesuffix(".pt").rpartition("_")[2])))
         assert self.chosen(world) == 9000
 
     def test_a_torn_later_save_proves_nothing(self, world: World) -> None:
-        world.ours("out/step_9000.pt", SAVED[9000])
-        world.ours("out/step_10.pt", SAVED[10][:300])
+        world.ours("out/step_9000.pt", saved(9000))
+        world.ours("out/step_10.pt", saved(10)[:300])
         assert self.chosen(world) == 9000
 
 
 def test_our_folders_are_for_this_user_alone(world: World) -> None:
-    world.ours("out/step_10.pt", SAVED[10])
-    world.ours("out/step_20.pt", SAVED[20][:300])
+    world.ours("out/step_10.pt", saved(10))
+    world.ours("out/step_20.pt", saved(20)[:300])
     world.recover()
     assert (world.root / "out" / ".unbroken-set-aside").stat().st_mode & 0o777 == 0o700
 
@@ -564,8 +566,8 @@ def test_a_small_file_is_not_written_through_a_planted_link(tmp_path: Path) -> N
 
 
 def fill(world: World, folder: str, step: int, torn: bool = False) -> None:
-    world.ours(f"{folder}/model.pt", SAVED[step])
-    world.ours(f"{folder}/extra.pt", SAVED[step][: 300 if torn else None])
+    world.ours(f"{folder}/model.pt", saved(step))
+    world.ours(f"{folder}/extra.pt", saved(step)[: 300 if torn else None])
 
 
 SIDE_FILES = ["notes.txt", ".DS_Store", "results.json"]
@@ -595,10 +597,10 @@ def test_a_foreign_file_beside_never_keeps_a_whole_folder_from_being_offered(
 def test_a_torn_folder_with_foreign_files_stays_and_no_part_of_it_is_offered(world: World) -> None:
     for step in (10, 20, 30):
         fill(world, f"out/tick-{step}", step)
-    world.ours("out/tick-40/model.pt", SAVED[40])
+    world.ours("out/tick-40/model.pt", saved(40))
     for name in ("notes.txt", "extra.json", "mine.safetensors"):
         world.theirs(f"out/tick-40/{name}", b"x" * 100)
-    world.ours("out/tick-40/extra.pt", SAVED[40][:300])
+    world.ours("out/tick-40/extra.pt", saved(40)[:300])
     chosen, _, done = world.recover()
     world.check()
     assert chosen.path == str(world.root / "out" / "tick-30")
@@ -615,7 +617,7 @@ def test_a_torn_folder_with_foreign_files_stays_and_no_part_of_it_is_offered(wor
 def test_a_folder_that_lacks_what_every_earlier_one_has_is_not_offered(world: World) -> None:
     for step in (10, 20, 30):
         fill(world, f"out/tick-{step}", step)
-    world.ours("out/tick-40/model.pt", SAVED[40])
+    world.ours("out/tick-40/model.pt", saved(40))
     chosen, preparations, _ = world.recover()
     assert chosen.path == str(world.root / "out" / "tick-30")
     assert [one.path for one in preparations] == [str(world.root / "out" / "tick-40")]
@@ -654,29 +656,29 @@ def test_a_file_that_is_replaced_before_the_next_look_is_not_ours(world: World, 
     if told == "birth" and not (os.major(os.stat(out).st_dev) and born(str(out)).born_ns):
         pytest.skip("this file system does not tell when a file was made")
     if told == "before":
-        world.ours("out/step_20.pt", SAVED[10])
+        world.ours("out/step_20.pt", saved(10))
     at = time.time_ns() - (10**9 if told == "birth" else 0)
     was = [path.stat().st_ino, 0, 0] if told == "before" else None
     world.provenance.note([Write(at, 4711, "w", str(path), was)])
-    path.write_bytes(SAVED[20])
+    path.write_bytes(saved(20))
     if told == "torch":
         world.provenance.note([Write(at + 1, 4711, "i", str(path), [path.stat().st_ino, 0, 0])])
-    world.theirs("out/.t", SAVED[9000])
+    world.theirs("out/.t", saved(9000))
     os.replace(out / ".t", path)
-    world.foreign = {path: SAVED[9000]}
+    world.foreign = {path: saved(9000)}
     assert names(world.scan()) == []
     world.check()
 
 
 def test_when_a_rank_began_to_write_a_checkpoint(world: World) -> None:
     before = time.time()
-    world.ours("step_000010.pt", SAVED[10])
+    world.ours("step_000010.pt", saved(10))
     for step in (10, 20):
-        world.ours(f"out/step_{step}/model.pt", SAVED[step])
+        world.ours(f"out/step_{step}/model.pt", saved(step))
     between = time.time_ns() / 1e9
     for step in (10, 20):
-        world.ours(f"out/step_{step}/optim.pt", SAVED[step])
-    world.theirs("step_000030.pt", SAVED[30])
+        world.ours(f"out/step_{step}/optim.pt", saved(step))
+    world.theirs("step_000030.pt", saved(30))
     found = {os.path.basename(one.path): one for one in world.scan()}
     assert set(found) == {"step_000010.pt", "step_10", "step_20"}
     for one in found.values():

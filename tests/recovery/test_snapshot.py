@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from recovery import snapshot_memory, worker
+from tests.conftest import Later
 
-from recovery import snapshot, snapshot_memory, worker  # noqa: E402
+torch = Later("torch")
+snapshot = Later("recovery.snapshot")
+"""It imports torch."""
 
 Restart = Callable[..., None]
 
@@ -30,7 +33,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[snapshot_memory.Slot
         key = snapshot_memory.FILES_VARIABLE if name == "FILES" else "UNBROKEN_ATTEMPT"
         monkeypatch.setenv(key, value)
     monkeypatch.delenv(snapshot_memory.CHOSEN_VARIABLE, raising=False)
-    monkeypatch.setattr(snapshot, "_said", set())
+    monkeypatch.setattr("recovery.snapshot._said", set())
     forget(monkeypatch)
     opened = [snapshot_memory.Slot(path) for path in paths]
     yield opened
@@ -58,8 +61,8 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Restart:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_memory", None)
-    monkeypatch.setattr(snapshot, "_owner", 0)
+    monkeypatch.setattr("recovery.snapshot._memory", None)
+    monkeypatch.setattr("recovery.snapshot._owner", 0)
 
 
 def state_of(step: int, size: int = 1000) -> dict[str, Any]:
@@ -182,10 +185,12 @@ def test_no_room_is_one_sentence_and_nothing_is_lost(
     assert sum(slot.allocated_bytes for slot in slots) < 1 << 20
 
 
-@pytest.mark.parametrize("state", [{"w": torch.ones(3).to_sparse()}, {"w": torch.ones(3), "f": lambda: None}])
-def test_what_cannot_be_kept_is_refused(state: Any, slots: list[snapshot_memory.Slot]) -> None:
+@pytest.mark.parametrize(
+    "state", [lambda: {"w": torch.ones(3).to_sparse()}, lambda: {"w": torch.ones(3), "f": lambda: None}]
+)
+def test_what_cannot_be_kept_is_refused(state: Callable[[], Any], slots: list[snapshot_memory.Slot]) -> None:
     assert snapshot.save(state_of(1), 1)
-    assert not snapshot.save(state, 2)
+    assert not snapshot.save(state(), 2)
     assert 1 in steps(slots)
 
 

@@ -7,8 +7,10 @@ import io
 import tempfile
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint as torch_dcp
+from tests.conftest import Later
+
+torch = Later("torch")
+torch_dcp = Later("torch.distributed.checkpoint")
 
 
 @functools.cache
