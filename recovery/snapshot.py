@@ -57,6 +57,8 @@ ALIGNED = 64
 WORDS = PAGE // 8
 PIECE_BYTES = 8 << 20
 """The sums are made in pieces of this size: so soon they stop when the memory is wanted."""
+SUMS_AFTER_S = 0.1
+"""So long after a save they begin: training, and the save in the background, go first."""
 BUCKETS = 8
 """So many digests of replicas at most."""
 SHARED_COPY_BYTES = 32 << 20
@@ -318,7 +320,7 @@ class RankMemory:
         """The slot from which this attempt came, until it has kept a snapshot of its own."""
         self.pool: Any = None
         self.summing: Any = None
-        self.stop_summing = False
+        self.stop_summing = threading.Event()
         headers = [slot.header() for slot in self.slots]
         wanted = chosen(environment.get(CHOSEN_VARIABLE, ""))
         for number, header in enumerate(headers):
@@ -461,16 +463,18 @@ class RankMemory:
 
     def stop_sums(self) -> None:
         if self.summing is not None and _owner == os.getpid():
-            self.stop_summing = True
+            self.stop_summing.set()
             self.summing.join()
-            self.summing, self.stop_summing = None, False
+            self.summing = None
+            self.stop_summing.clear()
 
     def _start_sums(self, number: int, sequence: int, layout: Layout, about: dict[str, Any]) -> None:
         array, slot = self.arrays[number], self.slots[number]
 
         def work() -> None:
             try:
-                found = sums(array, layout.ranges, lambda: self.stop_summing)
+                self.stop_summing.wait(SUMS_AFTER_S)
+                found = sums(array, layout.ranges, self.stop_summing.is_set)
                 if found is not None:
                     replicas = dict(zip(layout.names, found))
                     slot.write_sums(sequence, {"content": found, "replicas": replicas, **about})

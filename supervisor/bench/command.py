@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from supervisor.bench import chaos as chaos_bench
+from supervisor.bench import checkpoint as checkpoint_bench
 from supervisor.bench import control_plane as control_plane_bench
 from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
@@ -71,6 +72,20 @@ def chaos(kills: int, seed: int | None, as_json: bool) -> int:
         equal = "equal" if found["equal_weights"] else "NOT EQUAL"
         print(f"{found['kills']} killed, all {found['steps']} steps in {found['took_s']:.0f} s, final weights {equal}")
     return 0 if found["equal_weights"] else 1
+
+
+@group.command()
+@click.option("--mib", type=click.IntRange(1, 1 << 20), default=512, show_default=True, help="Size of the state.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=8, show_default=True)
+@click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="torchrun's default is 1.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
+def checkpoint(mib: int, rounds: int, threads: int, as_json: bool) -> int:
+    """How long a save holds up training: snapshots, torch.save, torch's distributed checkpoints."""
+    found = _in_scratch(lambda folder: checkpoint_bench.report(folder, mib, rounds, threads, _say))
+    if found is None:
+        return 1
+    print(json.dumps(found)) if as_json else _show_checkpoint(found)
+    return 0 if all(goal["met"] for goal in found["goals"]) else 1
 
 
 @group.command()
@@ -152,6 +167,25 @@ def _show_recovery(found: dict[str, Any]) -> None:
     for fault, times in found["hang"].items():
         hangs.add_row(fault, *(f"{times[name]:.2f}" for name in ("slowest_step", "suspected", "confirmed")))
     console.print(hangs)
+
+
+def _show_checkpoint(found: dict[str, Any]) -> None:
+    console = Console(width=110)
+    about = f"{found['mib']} MiB, torch {found['torch']}, threads: {found['threads']}, load {found['load']}"
+    table = Table(title=about)
+    for heading in ("the script waits for", "best s", "median s", "memory copies"):
+        table.add_column(heading, justify="left" if heading.startswith("the") else "right")
+    for row in found["rows"]:
+        if row["why_not"]:
+            table.add_row(row["way"], "", "", row["why_not"][:40])
+        else:
+            times = (row["best_s"], statistics.median(row["stall_s"]))
+            table.add_row(row["way"], *(f"{one:.3f}" for one in times), f"{row['copies']:.2f}")
+    console.print(table)
+    for goal in found["goals"]:
+        value = "not measured" if goal["value"] is None else f"{goal['value']:.3g}"
+        verdict = "met" if goal["met"] else "NOT MET"
+        console.print(f"{goal['what']}: {value}, goal {goal['goal']:g}: {verdict}", highlight=False)
 
 
 def _show_overhead(found: dict[str, Any]) -> None:
