@@ -28,6 +28,7 @@ oldest:  ## imports everything on Python 3.10, where that is installed
 bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
 	$(BIN)/unbroken bench recovery
 	-$(BIN)/unbroken bench overhead
+	-$(BIN)/unbroken bench checkpoint
 	-$(BIN)/python -m tests.bench scan
 	$(BIN)/python -m tests.bench flight
 

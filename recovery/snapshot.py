@@ -639,6 +639,7 @@ def read() -> Optional[Found]:  # noqa: UP045
                 continue
             found = _read(slot, header)
             if isinstance(found, Found):
+                os.environ.pop("UNBROKEN_SKIP_BATCHES", None)  # they are behind it: it was written after a rollback
                 return found
             why = found
             slot.void()  # the next attempt starts from another one

@@ -291,6 +291,8 @@ OTHER_VARIABLES = {
         "agent, for the script",
         "how many batches after that checkpoint to leave out, after a rollback for the loss (docs/loss.md)",
     ),
+    "UNBROKEN_SNAPSHOT_FILES": ("agent, for `recovery.snapshot`", "memory for the snapshots of this node's ranks"),
+    "UNBROKEN_SNAPSHOT": ("agent, for `recovery.snapshot`", "`ATTEMPT:STEP` of the snapshot that all ranks hold"),
     "UNBROKEN_ATTEMPT": ("agent, for the script", "the number of the attempt"),
     "UNBROKEN_JOB_DIR": ("agent, for the script", "the job folder"),
     "UNBROKEN_HEARTBEAT_FD": ("agent, for the script", "a descriptor to which the script may write its step"),

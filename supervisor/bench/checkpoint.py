@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,13 +26,20 @@ def report(folder: Path, mib: int, rounds: int, threads: int, say: Callable[[str
     say(f"{mib} MiB, {rounds} rounds, {threads} thread{'s' if threads > 1 else ''}")
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     command = [sys.executable, str(SCRIPT), str(folder), str(mib), str(rounds)]
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise RunFailed(f"the saves took more than {LIMIT_S:.0f} s") from error
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RunFailed(f"exit code {done.returncode}: {done.stderr.strip()[-1000:]}")
+    output = folder / "output.txt"
+    with open(output, "wb") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise RunFailed(f"the saves took more than {LIMIT_S:.0f} s") from error
+        finally:  # others leave servers behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    text = output.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith('{"threads"')]
+    if code or not lines:
+        raise RunFailed(f"exit code {code}: {text.strip()[-1000:]}")
     return summary(json.loads(lines[-1]), mib)
 
 

@@ -28,7 +28,9 @@ from torch.distributed.checkpoint import staging, state_dict_saver
 
 from recovery import snapshot, snapshot_memory
 
-TENSOR_BYTES = 4 << 20
+TENSOR_BYTES = 64 << 20
+"""As a matrix of 4096 by 4096. Memory for tensors of less than 32 MiB is reused by malloc, which flatters copies that
+are made anew each time."""
 Way = Callable[[dict[str, Any], int], Callable[[], object]]
 """Saves a state of a step; what is given back waits for the rest of it."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from diagnosis.health import CheckResult
+from supervisor.bench import checkpoint as checkpoint_bench
 from supervisor.bench import overhead
 from supervisor.bench.control_plane import goals, growth, report
 from supervisor.bench.recovery import process_created, unix_time
@@ -67,6 +68,29 @@ def test_recovery_is_measured_side_by_side() -> None:
     ratios = {row["what"]: row["ratio"] for row in found["recovery"]}
     assert ratios["new_step"] < 0.5, found
     assert found["hang"].keys() == {"stop", "deadlock"}
+
+
+# ----- `unbroken bench checkpoint` -----
+
+
+def test_saves_are_compared_by_their_best_times() -> None:
+    ways = {
+        checkpoint_bench.COPY: [0.2, 0.1],
+        checkpoint_bench.OURS: [0.9, 0.12],
+        checkpoint_bench.DEFAULT: [0.4, 0.5],
+        "another": "ImportError: no module",
+    }
+    found = checkpoint_bench.summary({"threads": 1, "torch": "2", "ways": ways}, 1)
+    assert [row["copies"] for row in found["rows"]] == [1.0, 1.2, 4.0, None]
+    assert found["rows"][-1]["why_not"] == ways["another"]
+    assert [(round(goal["value"], 2), goal["met"]) for goal in found["goals"]] == [(1.2, True), (0.3, False)]
+
+
+@pytest.mark.slow
+def test_all_ways_to_save(tmp_path: Path) -> None:
+    found = checkpoint_bench.report(tmp_path, 64, 1, 1, print)
+    measured = {row["way"] for row in found["rows"] if row["best_s"] is not None}
+    assert {checkpoint_bench.COPY, checkpoint_bench.OURS, checkpoint_bench.DEFAULT, "snapshot.save"} <= measured
 
 
 # ----- `unbroken bench control-plane` with a few agents, and its arithmetic -----
