@@ -62,21 +62,26 @@ from supervisor.wire.tls import client_context, explain
 
 log = logging.getLogger("unbroken.link")
 
-CONNECT_TIMEOUT_S = 5.0
-"""For the job folder, for the unix socket, and for a host to take a connection."""
-PATIENCE_S = 60.0
-"""For a controller that has taken the connection: one that has just started serves thousands of agents. To give up
-and come again would only be more work for it."""
-PING_S = 4.0
-"""After such a silence the controller is asked for a sign of life. A cut link is found within `CONNECT_TIMEOUT_S`."""
+
+class LinkTimeouts(NamedTuple):
+    connect_s: float = 5.0
+    """For the job folder, for the unix socket, and for a host to take a connection."""
+    patience_s: float = 60.0
+    """For a controller that has taken the connection: one that has just started serves thousands of agents. To give up
+    and come again would only be more work for it."""
+    ping_s: float = 4.0
+    """After such a silence the controller is asked for a sign of life. A cut link is found within `connect_s`."""
+    distrusted_s: float = 3.0
+    """After so long with an unproven listener at the address the user is told. A new controller is there sooner."""
+
+
+TIMEOUTS = LinkTimeouts()
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 1.0
 STEADY_S = 2.0
 """After a connection that lasted this long, the next tries are quick again."""
 REFUSED_PAUSE_S = 10.0
 MAX_MESSAGE_BYTES = 8 << 20
-DISTRUSTED_S = 3.0
-"""After so long with an unproven listener at the address the user is told. A new controller is there sooner."""
 
 
 class NoController(InternalError):
@@ -130,7 +135,7 @@ class Link:
         read_token: Callable[[], str],
         hello: Hello,
         tls_ca: str = "",
-        ping_s: float = PING_S,
+        timeouts: LinkTimeouts = TIMEOUTS,
     ) -> None:
         self.connected = False
         self.connections = 0
@@ -152,7 +157,7 @@ class Link:
         self._read_token = read_token
         self._hello = hello
         self._tls_ca = tls_ca
-        self._ping_s = ping_s
+        self._timeouts = timeouts
         self._newest: Heartbeat | None = None
         self._posted = asyncio.Event()
         self._opened: WebSocket | None = None
@@ -193,7 +198,7 @@ class Link:
     @property
     def heard_at(self) -> float:
         """When the controller last sent anything on the newest connection (monotonic). It is asked to after a silence
-        of `PING_S`."""
+        of `LinkTimeouts.ping_s`."""
         return self._opened.heard_at if self._opened is not None else 0.0
 
     def post(self, heartbeat: Heartbeat) -> None:
@@ -243,7 +248,7 @@ class Link:
         self._explain(why)
         if self._distrusted_since is None:
             self._distrusted_since = now
-        elif now - self._distrusted_since > DISTRUSTED_S:
+        elif now - self._distrusted_since > self._timeouts.distrusted_s:
             self.distrust = why
 
     def _explain(self, problem: str) -> None:
@@ -281,7 +286,7 @@ class Link:
         """Wait for `opening` as long as the controller that was `found` is the job's. Raises as `_open_at`."""
         task = asyncio.ensure_future(opening)
         try:
-            while not (await asyncio.wait({task}, timeout=CONNECT_TIMEOUT_S))[0]:
+            while not (await asyncio.wait({task}, timeout=self._timeouts.connect_s))[0]:
                 self._explain(self._no_answer())
                 if await self._is_replaced(found):
                     raise NoController("another controller has taken over")
@@ -305,7 +310,7 @@ class Link:
 
     def _no_answer(self) -> str:
         where = self.url or "the job folder"
-        return f"no connection to the controller: {where} has not answered for {CONNECT_TIMEOUT_S:.0f} s"
+        return f"no connection to the controller: {where} has not answered for {self._timeouts.connect_s:.0f} s"
 
     async def _open_at(self, controller: ControllerAddress, secret: SharedSecret) -> tuple[WebSocket, Exchange]:
         """Through its unix socket, if it has one here, else to its address. Raises OSError, ValueError and Unproven."""
@@ -323,12 +328,12 @@ class Link:
             exchanges.append(await challenge(reader, writer, host, secret))
             return {"Authorization": secret.authorization(exchanges[0], "GET", AGENT_PATH)}
 
-        async with timeout(CONNECT_TIMEOUT_S if unix_socket else PATIENCE_S):
+        async with timeout(self._timeouts.connect_s if unix_socket else self._timeouts.patience_s):
             opened = await connect(
                 f"{self.url}{AGENT_PATH}",
                 introduce,
-                connect_s=CONNECT_TIMEOUT_S,
-                ping_s=self._ping_s,
+                connect_s=self._timeouts.connect_s,
+                ping_s=self._timeouts.ping_s,
                 max_bytes=MAX_MESSAGE_BYTES,
                 tls_ca=self._tls_ca,
                 unix_socket=unix_socket,
@@ -341,7 +346,7 @@ class Link:
         if self._reading is None:
             self._reading = asyncio.ensure_future(asyncio.to_thread(lambda: (self._read_address(), self._read_token())))
         try:
-            async with timeout(CONNECT_TIMEOUT_S):
+            async with timeout(self._timeouts.connect_s):
                 return await asyncio.shield(self._reading)
         finally:
             if self._reading.done():

@@ -675,6 +675,7 @@ class Executor:
         spec: Callable[[], m.JobSpec],
         schedulers: Mapping[str, Scheduler] | None = None,
         life: int = 0,
+        request_s: float = REQUEST_S,
     ) -> None:
         """`spec`: the job's, which names its scheduler and its id there. `schedulers` None: all that are known.
         `life`: how often the scheduler has started the job again by now."""
@@ -683,6 +684,7 @@ class Executor:
         self._spec = spec
         self._schedulers = schedulers
         self._life = life
+        self._request_s = request_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._turn: asyncio.Lock | None = None
         self._comment: m.SchedulerComment | None = None
@@ -722,7 +724,7 @@ class Executor:
     async def _ask(self, action: m.SchedulerRequest | m.SchedulerComment) -> Answer:
         """What the job's scheduler answers, or why it does not."""
         try:
-            async with timeout(REQUEST_S):
+            async with timeout(self._request_s):
                 if self._schedulers is None:
                     self._schedulers, problems = load_schedulers()
                     for problem in problems:
@@ -748,7 +750,7 @@ class Executor:
                     return await scheduler.end_step(job, action.avoid)
                 return await scheduler.requeue(job, action.exclude, action.avoid)
         except asyncio.TimeoutError:
-            return Answer(outcome="unavailable", text=f"no answer within {REQUEST_S:g} s")
+            return Answer(outcome="unavailable", text=f"no answer within {self._request_s:g} s")
         except Exception as error:  # a plug-in's bug is told and costs nothing else
             log.exception("the scheduler")
             return Answer(outcome="failed", text=f"{type(error).__name__}: {str(error)[:200]}")

@@ -23,6 +23,7 @@ from supervisor.agent.link import (
     ClockOffset,
     ControllerAddress,
     Link,
+    LinkTimeouts,
     NoController,
     WebSocket,
     WebSocketError,
@@ -166,8 +167,8 @@ def test_the_newest_heartbeat_is_sent_again_on_a_new_connection() -> None:
     go(scenario())
 
 
-def link_to(port: Port, ping_s: float = 4.0) -> Link:
-    return Link(lambda: ControllerAddress(port.address), lambda: "secret", HELLO, ping_s=ping_s)
+def link_to(port: Port, **timeouts: float) -> Link:
+    return Link(lambda: ControllerAddress(port.address), lambda: "secret", HELLO, timeouts=LinkTimeouts(**timeouts))
 
 
 def test_a_port_that_keeps_closing_is_tried_more_and_more_slowly() -> None:
@@ -215,7 +216,7 @@ def test_a_silent_controller_is_left_when_it_was_replaced() -> None:
                     raise NoController("no address")
                 return ControllerAddress(named[0])
 
-            async with linked(Link(address, lambda: "secret", HELLO, ping_s=0.5)) as link:
+            async with linked(Link(address, lambda: "secret", HELLO, timeouts=LinkTimeouts(ping_s=0.5))) as link:
                 await until(lambda: asked.count(first.address) >= 2)
                 named[0] = ""
                 await until(lambda: "" in asked)
@@ -311,8 +312,10 @@ def test_the_answer_about_the_controllers_clock_is_no_assignment() -> None:
     go(scenario())
 
 
-def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisor.agent.link.CONNECT_TIMEOUT_S", 0.05)
+IMPATIENT = LinkTimeouts(connect_s=0.05)
+
+
+def test_a_job_folder_that_does_not_answer_holds_up_nothing_else() -> None:
     answers, asked = threading.Event(), []
 
     def address() -> ControllerAddress:
@@ -322,7 +325,7 @@ def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: py
 
     async def scenario() -> None:
         try:
-            async with linked(Link(address, lambda: "secret", HELLO)) as link:
+            async with linked(Link(address, lambda: "secret", HELLO, timeouts=IMPATIENT)) as link:
                 await until(lambda: "no connection" in link.problem)  # the loop runs
                 await asyncio.sleep(0.2)
                 assert len(asked) == 1, "one thread waits, not one for each try"
@@ -335,12 +338,6 @@ def test_a_job_folder_that_does_not_answer_holds_up_nothing_else(monkeypatch: py
     go(scenario())
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisor.agent.link.CONNECT_TIMEOUT_S", 0.05)
-
-
-@pytest.mark.usefixtures("impatient")
 def test_a_controller_that_answers_late_is_not_asked_again() -> None:
     """The next try would be at the end of its queue, and the same work once more."""
 
@@ -352,7 +349,7 @@ def test_a_controller_that_answers_late_is_not_asked_again() -> None:
         told: list[ControllerMessage] = []
         async with listening(answer) as port:
             port.hold.clear()
-            async with linked(link_to(port), told) as link:
+            async with linked(link_to(port, connect_s=0.05), told) as link:
                 await until(lambda: "has not answered" in link.problem)
                 await asyncio.sleep(0.3)
                 port.hold.set()
@@ -362,7 +359,6 @@ def test_a_controller_that_answers_late_is_not_asked_again() -> None:
     go(scenario())
 
 
-@pytest.mark.usefixtures("impatient")
 def test_one_that_does_not_answer_is_left_when_another_has_taken_over() -> None:
     async def scenario() -> None:
         async def stay(socket: Sealed) -> None:
@@ -371,7 +367,7 @@ def test_one_that_does_not_answer_is_left_when_another_has_taken_over() -> None:
         async with listening(stay) as old, listening(stay) as new:
             old.hold.clear()
             places = [old.address]
-            link = Link(lambda: ControllerAddress(places[-1]), lambda: "secret", HELLO)
+            link = Link(lambda: ControllerAddress(places[-1]), lambda: "secret", HELLO, timeouts=IMPATIENT)
             async with linked(link):
                 await until(lambda: "has not answered" in link.problem)
                 places.append(new.address)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from supervisor.agent.link import ControllerAddress, Link
+from supervisor.agent.link import ControllerAddress, Link, LinkTimeouts
 from supervisor.messages import PROTOCOL, Assignment, Hello, JobSpec, encode
 from supervisor.wire.authentication import CHALLENGE_PATH, Authenticator
 
@@ -102,13 +102,12 @@ def go(scenario: Awaitable[None]) -> None:
 
 
 @pytest.mark.parametrize("answer", IMPOSTORS.values(), ids=IMPOSTORS.keys())
-def test_an_impostor_gets_no_secret_and_is_not_obeyed(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisor.agent.link.DISTRUSTED_S", 0.0)
+def test_an_impostor_gets_no_secret_and_is_not_obeyed(answer: Answer) -> None:
     told: list[Any] = []
 
     async def scenario() -> None:
         async with impostor(answer) as (url, heard):
-            link = Link(lambda: ControllerAddress(url), lambda: TOKEN, HELLO)
+            link = Link(lambda: ControllerAddress(url), lambda: TOKEN, HELLO, timeouts=LinkTimeouts(distrusted_s=0.0))
             task = asyncio.create_task(link.run(told.append))
             while len(heard) < 3 or not link.distrust:
                 await asyncio.sleep(0.005)

@@ -14,7 +14,7 @@ from diagnosis import rules
 from diagnosis.signals import ExitRecord, RankSample
 from recovery.schedulers import Local
 from recovery.scheduling import Answer
-from supervisor.agent.link import PING_S, Link
+from supervisor.agent.link import Link, LinkTimeouts
 from supervisor.agent.orphan import TIMEOUTS, OrphanDuties, OrphanHandler, OrphanSituation, due, makes_no_progress
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
@@ -322,6 +322,6 @@ def test_the_controller_writes_each_new_attempt_once(tmp_path: Path) -> None:
 
 
 def test_the_timeouts_are_in_order() -> None:
-    assert PING_S < TIMEOUTS.silent_after_signal_s < TIMEOUTS.end_after_signal_s
+    assert LinkTimeouts().ping_s < TIMEOUTS.silent_after_signal_s < TIMEOUTS.end_after_signal_s
     assert TIMEOUTS.read_fence_after_s < TIMEOUTS.end_after_signal_s < TIMEOUTS.ask_scheduler_after_s
     assert TIMEOUTS.ask_scheduler_after_s < TIMEOUTS.longest_wait_s < TIMEOUTS.give_up_after_s

@@ -15,7 +15,7 @@ import pytest
 
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
-from supervisor.agent.link import ControllerAddress, Link, address_reader, token_reader
+from supervisor.agent.link import ControllerAddress, Link, LinkTimeouts, address_reader, token_reader
 from supervisor.controller.journal import Decided, Entry, open_journal
 from supervisor.controller.main import ensure_token, own_address, parse_listen
 from supervisor.controller.report import differences, timeline_rows
@@ -125,8 +125,7 @@ def test_a_job_that_its_scheduler_has_started_again_goes_on(rig: Any, make_drive
     assert found == []
 
 
-def test_tls(tmp_path: Path, rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("supervisor.agent.link.DISTRUSTED_S", 0.0)
+def test_tls(tmp_path: Path, rig: Any) -> None:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     make += ["-addext", "subjectAltName=IP:127.0.0.1", "-out", str(cert), "-keyout", str(key)]
@@ -142,7 +141,7 @@ def test_tls(tmp_path: Path, rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         hello = Hello(protocol=PROTOCOL, node="n0", host="h", address="", spec=JobSpec(name="j"))
         told: list[ControllerMessage] = []
         trusting = Link(lambda: ControllerAddress(address), token, hello, tls_ca=str(cert))
-        wary = Link(lambda: ControllerAddress(address), token, hello)
+        wary = Link(lambda: ControllerAddress(address), token, hello, timeouts=LinkTimeouts(distrusted_s=0.0))
         tasks = [asyncio.create_task(link.run(told.append)) for link in (trusting, wary)]
         await rig.until(lambda: told and trusting.connected and wary.distrust)
         assert address in wary.distrust
