@@ -10,7 +10,7 @@ environment=.venv-$oldest
 is_oldest() { "$1" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$oldest')" 2>/dev/null; }
 
 python=
-for found in "python$oldest" "$HOME/.pyenv/versions/$oldest".*/bin/python /opt/python/cp310-cp310/bin/python; do
+for found in "python$oldest" "${HOME:-/nowhere}/.pyenv/versions/$oldest".*/bin/python /opt/python/cp310-cp310/bin/python; do
   if is_oldest "$found"; then
     python=$found
     break
