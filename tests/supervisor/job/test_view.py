@@ -6,6 +6,7 @@ from typing import Any
 
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
+from recovery.checkpoint import Checkpoint, RankLayout
 from supervisor import messages as m
 from supervisor.node_diff import Difference, compare
 from supervisor.notes import text_of
@@ -78,3 +79,50 @@ def test_what_is_known_of_a_slow_ranks_gpu_is_told_with_it(running: Any) -> None
     view = run.job.view().stragglers
     assert view is not None
     assert view.text == note
+
+
+# ----- checkpoints: what a restart would resume from now, and lose -----
+
+
+def of_step(step: int, **more: Any) -> Checkpoint:
+    return Checkpoint(
+        **{"path": f"/c/save{step}", "step": step, "complete": True, "format": "deepspeed", "modified_at": step, **more}
+    )
+
+
+def test_what_a_restart_would_lose(running: Any) -> None:
+    run = running("a", step=1)
+    assert run.job.view().restart.path == ""
+    run.tell(m.CheckpointsSeen, node="a", checkpoints=(of_step(20, modified_at=run.now),))
+    run.tell(m.Progressed, after=60, attempt=1, step=32)
+    restart = run.job.view().restart
+    assert (restart.path, restart.step, restart.loses_steps, restart.loses_s) == ("/c/save20", 20, 12, 60.0)
+
+
+def test_to_look_changes_nothing(running: Any) -> None:
+    run = running("a")
+    run.tell(m.CheckpointsSeen, node="a", checkpoints=(of_step(20), of_step(40, complete=False, why="torn")))
+    before = run.job.checkpoints.choose(("a",))
+    run.job.view()
+    assert run.job.checkpoints.choose(("a",)) == before
+
+
+def test_what_one_node_has_read_counts_against_what_others_only_saw(running: Any) -> None:
+    run = running("a", "b")
+    changed = of_step(40, complete=False, changed=True, why="its bytes differ")
+    for node, newest in (("a", of_step(40)), ("b", changed)):
+        run.tell(m.CheckpointsSeen, node=node, checkpoints=(of_step(20), newest))
+    view = run.job.view()
+    assert view.restart.path == "/c/save20"
+    assert {one.step: one.verdict for one in view.checkpoints} == {20: "whole", 40: "changed"}
+
+
+def test_a_checkpoint_that_another_number_of_ranks_cannot_load_is_told(running: Any) -> None:
+    for world_size, told in ((2, []), (8, ["world_size_differs"])):
+        run = running("a")
+        layout = RankLayout(world_size=world_size, data=world_size, fixed=True)
+        run.tell(m.CheckpointsSeen, node="a", checkpoints=(of_step(20, layout=layout),))
+        run.crash("a", 1)
+        offer = m.StoreOffer(host="a", port=1, local_world_size=2)
+        notes = run.tell(m.LauncherReady, node="a", attempt=2, offer=offer)
+        assert [one.kind for one in notes if isinstance(one, m.Note) and one.kind == "world_size_differs"] == told
