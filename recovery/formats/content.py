@@ -42,7 +42,7 @@ FILES: Final = 4096
 RECORDS: Final = 32
 """Checkpoints that are remembered: those verified last."""
 _DATA: Final = (*SUFFIXES, ".safetensors", SHARD_SUFFIX, METADATA, ".nemo")
-PLACES: Final = Limits(seconds=5.0)
+PLACES: Final = Limits(seconds=10.0)
 
 
 class FileRecord(Frozen, frozen=True, kw_only=True):

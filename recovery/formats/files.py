@@ -331,6 +331,10 @@ def _damaged_member(file: IO[bytes], members: list[zipfile.ZipInfo], size: int, 
         length, extra = struct.unpack("<HH", header[26:30])
         if file.read(length).decode(errors="replace") != member.orig_filename:
             return f"member {member.filename[-80:]} has another name than the zip directory says"
+        if struct.unpack("<HH", header[6:10]) != (member.flag_bits, member.compress_type):
+            return f"member {member.filename[-80:]} is packed in another way than the zip directory says"
+        if member.compress_type == zipfile.ZIP_STORED and member.compress_size != member.file_size:
+            return f"member {member.filename[-80:]} has two sizes in the zip directory"
         begin = member.header_offset + 30 + length + extra
         if begin + member.compress_size > size:
             return f"member {member.filename[-80:]} reaches beyond the end of the file"

@@ -265,10 +265,14 @@ class DcpFolder(_Folder):
     name = "dcp"
 
     def recognize(self, path: Path) -> bool:
-        return any(name == METADATA or name.endswith(SHARD_SUFFIX) for name in self.names(path))
+        names = self.names(path)
+        of_lightning = path.suffix == ".ckpt" and "meta.pt" in names
+        return of_lightning or any(name == METADATA or name.endswith(SHARD_SUFFIX) for name in names)
 
     def demands(self, tree: Tree) -> str:
         """Lightning's sharded `epoch=0-step=10.ckpt`: the loops' state is written when all ranks have saved."""
+        if tree.folder.suffix == ".ckpt" and "meta.pt" in tree.files and METADATA not in tree.files:
+            return f"it has no {METADATA}"
         if tree.folder.suffix == ".ckpt" and METADATA in tree.files and "meta.pt" not in tree.files:
             beside = (other / "meta.pt" for other in self.alike(tree.folder))
             return "it has no meta.pt, which is written last" if any(path.exists() for path in beside) else ""

@@ -69,8 +69,11 @@ def places_in_torch_file(path: str, begin: int = 0, size: int | None = None, nam
             member = members.get(f"{root}data/{place.key}") if place is not None else None
             if place is None or member is None or member.compress_type != zipfile.ZIP_STORED:
                 continue
-            at = begin + _data_of(file, member) + place.offset
-            if place.offset + place.size <= member.file_size:
+            try:
+                at = begin + _data_of(file, member) + place.offset
+            except MEMBER_ERRORS:
+                return []
+            if place.offset >= 0 and place.offset + place.size <= member.file_size:
                 found.append(TensorPlace(label, path, at, place.size, place.dtype, place.is_parameter))
         return found
 
