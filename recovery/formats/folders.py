@@ -316,8 +316,8 @@ class HuggingFaceFolder(_Folder):
             return f"rng_state_{min(missing)}.pth is missing"
         random = bool(found) or "rng_state.pth" in tree.files
         optimizer = tree.any(r"optimizer.*|global_step.*")
-        if random != optimizer:  # the Trainer writes both, or none (`save_only_model`)
-            return "it has no optimizer state" if random else "it has no random state"
+        if random and not optimizer:  # the Trainer writes both, or none (`save_only_model`)
+            return "it has no optimizer state"
         return ""
 
     def layout(self, tree: Tree) -> RankLayout | None:

@@ -136,7 +136,8 @@ def restart_line(restart: Mapping[str, Any]) -> str:
     """`a restart now resumes from step 40 (/out/ckpt_40.pt), and loses 12 steps (3 min 20 s)`."""
     if restart["why"]:
         return f"what a restart would resume from now is not known: {restart['why']}"
-    lost = [] if restart["loses_steps"] is None else [f"{restart['loses_steps']} steps"]
+    steps = restart["loses_steps"]
+    lost = [] if steps is None else [f"{steps} step{'' if steps == 1 else 's'}"]
     lost += [] if restart["loses_s"] is None else [seconds(restart["loses_s"])]
     loses = f", and lose {lost[0]}{f' ({lost[1]})' if len(lost) > 1 else ''}" if lost else ""
     if not restart["path"]:
