@@ -186,6 +186,7 @@ class Leaf(NamedTuple):
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...] = ()
     global_shape: Optional[tuple[int, ...]] = None  # noqa: UP045
     chunk: Any = None
 
@@ -229,7 +230,7 @@ class Layout:
                 pieces = whole.__create_chunk_list__()
                 global_shape = tuple(whole.shape)
                 chunk = (tuple(pieces[0].offsets), tuple(pieces[0].sizes)) if pieces else None
-            self.leaves[number] = Leaf(end, own.dtype, tuple(own.shape), global_shape, chunk)
+            self.leaves[number] = Leaf(end, own.dtype, tuple(own.shape), _strides(own.shape), global_shape, chunk)
             end += -(-own.numel() * own.element_size() // ALIGNED) * ALIGNED
         end = -(-end // PAGE) * PAGE
         self.ranges.append((begin, end))
@@ -265,13 +266,17 @@ def views(memory: Any, leaves: Iterable[Leaf]) -> list[Any]:
         base = bases.get(leaf.dtype)
         if base is None:
             base = bases[leaf.dtype] = flat.view(leaf.dtype)
-        strides, stride = [], 1
-        for size in reversed(leaf.shape):
-            strides.append(stride)
-            stride *= max(1, size)
-        offset = (DATA_AT + leaf.offset) // base.element_size()
-        found.append(base.as_strided(leaf.shape, strides[::-1], offset))
+        found.append(base.as_strided(leaf.shape, leaf.strides, (DATA_AT + leaf.offset) // leaf.dtype.itemsize))
     return found
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(1, size)
+    return tuple(strides[::-1])
 
 
 def sums(memory: Any, ranges: Iterable[tuple[int, int]], wanted: Any = None) -> Optional[list[str]]:  # noqa: UP045
@@ -513,10 +518,7 @@ def _group_name(ranks: Iterable[int]) -> str:
 
 def _gaps(layout: Layout) -> list[tuple[int, int]]:
     """What lies between the tensors."""
-    used = sorted(
-        (leaf.offset, leaf.offset + _count(leaf.shape) * torch.empty((), dtype=leaf.dtype).element_size())
-        for leaf in layout.leaves
-    )
+    used = sorted((leaf.offset, leaf.offset + _count(leaf.shape) * leaf.dtype.itemsize) for leaf in layout.leaves)
     begins = [begin for begin, _ in used[1:]] + [layout.size]
     return [(end, begin) for (_, end), begin in zip(used, begins) if begin > end]
 

@@ -204,6 +204,7 @@ class HeartbeatEvents:
         for name in lost:
             seen = self._nodes[name]
             seen.lost = True
+            self._snapshots.pop(name, None)
             self._node_diff.recheck(now)
         if lost:
             self._tell_step(now, events)

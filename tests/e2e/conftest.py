@@ -61,6 +61,7 @@ KNOWN = {
     ),
     "waits": Trainer("waits.py", ("{out}", "{steps}", "{pace}")),
     "uneven": Trainer("uneven.py", ("{steps}", "{pace}")),
+    "in_memory": Trainer("in_memory.py", ("{out}", "{steps}", "{pace}")),
     "pauses": Trainer("pauses.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
 }
 

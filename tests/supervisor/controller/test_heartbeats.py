@@ -7,6 +7,7 @@ import pytest
 from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence, RankSample
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
+from recovery.snapshot_choice import RankSnapshot
 from supervisor import messages as m
 from supervisor.controller.heartbeats import (
     COMPLAIN_EVERY_S,
@@ -322,3 +323,27 @@ def test_findings_of_one_heartbeat_are_one_event_with_those_alike_counted(nodes:
     [late] = nodes.beat(3.0, findings=(*told, finding("g2", 4)), findings_from=5)
     assert isinstance(late, m.FindingArrived)
     assert late.number == 9
+
+
+def in_memory(rank: int, step: int, digest: str = "", *, world: int = 4) -> RankSnapshot:
+    told = {"group": "g", "members": world, "digests": (digest,)} if digest else {}
+    return RankSnapshot(rank=rank, world=world, attempt=1, step=step, at=float(step), **told)
+
+
+def test_replicas_of_several_nodes_are_compared(nodes: Nodes) -> None:
+    assert nodes.beat(1.0, snapshots=(in_memory(0, 10, "x"), in_memory(1, 10, "x"))) == []
+    [differ] = nodes.beat(1.1, "b", snapshots=(in_memory(2, 10, "y"), in_memory(3, 10, "x")))
+    assert isinstance(differ, m.ReplicasDiffer)
+    assert (differ.attempt, differ.step, differ.compared, differ.odd) == (1, 10, 4, (2,))
+
+
+def test_the_newest_snapshot_that_all_ranks_hold_is_shown(nodes: Nodes) -> None:
+    nodes.beat(1.0, snapshots=(in_memory(0, 10), in_memory(1, 10), in_memory(0, 20), in_memory(1, 20)))
+    assert nodes.observer.snapshot is None
+    nodes.beat(1.1, "b", snapshots=(in_memory(2, 10), in_memory(3, 10), in_memory(2, 20)))
+    assert nodes.observer.snapshot is not None
+    assert nodes.observer.snapshot.step == 10
+    nodes.beat(1.2)  # nothing new
+    assert nodes.observer.snapshot.step == 10
+    nodes.beat(1.3, "b", snapshots=(in_memory(2, 20), in_memory(3, 20)))
+    assert nodes.observer.snapshot.step == 20
