@@ -118,7 +118,7 @@ class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     factor: Annotated[
-        float, _knob("A place in the code may wait this many times its longest harmless wait.", "job", ge=1)
+        float, _knob("A restart waits until a place in the code has taken this many times its longest harmless wait.", "job", ge=1)
     ] = 3.0
     off: Annotated[
         bool, _knob("Unproven silence is only reported, never acted on. `--patience S` switches it on again.", "job")
@@ -179,7 +179,7 @@ class OpinionSettings(msgspec.Struct, frozen=True, kw_only=True):
     below: Annotated[
         float, _knob("The model is asked about verdicts that are less sure than this.", "job", ge=0, le=1)
     ] = 0.6
-    timeout_s: Annotated[float, _knob("Seconds after which no opinion is waited for.", "controller", gt=0, le=3600)] = (
+    timeout_s: Annotated[float, _knob("Seconds to wait for an opinion.", "controller", gt=0, le=3600)] = (
         120.0
     )
 
@@ -286,7 +286,7 @@ OTHER_VARIABLES = {
         "you",
         "`0`: ranks start a Python of their own, and are not forked; `torch`: nothing but torch is imported for them",
     ),
-    "UNBROKEN_RESUME_FROM": ("agent, for the script", "the newest complete checkpoint, from the second attempt on"),
+    "UNBROKEN_RESUME_FROM": ("agent, for the script", "the checkpoint to resume from, where the job has chosen one"),
     "UNBROKEN_SKIP_BATCHES": (
         "agent, for the script",
         "how many batches after that checkpoint to leave out, after a rollback for the loss (docs/loss.md)",

@@ -91,7 +91,7 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "attempt_runs": _kind("attempt {attempt} runs"),
     "replicas_differ": _kind(
-        "{what}, and no majority of at least three says who is right. Checkpoints written since they were the same are "
+        "{what}. No majority of at least three shows which is right. Checkpoints written since the ranks last agreed are "
         "used only if no other is left"
     ),
     "attempt_delayed": _kind("the next attempt starts in {delay_s:.0f} s"),
@@ -142,7 +142,7 @@ KINDS: Final[dict[str, Kind]] = {
     "loss_advice": _kind("{incident}: the loss does not come back by itself. {why}"),
     "rolled_back": _kind(
         "back to step {step} ({checkpoint})[: {lost_steps:#step} lost][, about {lost_min} min]"
-        "[; {aside:#newer checkpoint} moved aside, `unbroken rollback --undo` puts back]"
+        "[; {aside:#newer checkpoint} moved aside, `unbroken rollback --undo` puts them back]"
         "[; the next {skip} batches are left out]"
     ),
     "rollback_undone": _kind("the rollback is undone: {checkpoints} put back, unless written again since"),
@@ -167,7 +167,7 @@ KINDS: Final[dict[str, Kind]] = {
     "no_such_step": _kind("no good checkpoint has step {step}; known steps: {steps}"),
     "no_rollback": _kind("no rollback was done, or it is undone already: there is nothing to put back"),
     "needs_a_node": _kind("{command} needs the name of a node"),
-    "gpu_not_cordoned": _kind("{place} is not cordoned; [{where} is ({why})][!where?the node is not cordoned either]"),
+    "gpu_not_cordoned": _kind("{place} is not cordoned[. Cordoned on this node: {where} ({why})][!where?, and neither is the node]"),
     "mode_unknown": _kind("unknown mode {mode!r}: observe, recommend or enforce"),
     "nothing_waits_for_approval": _kind("nothing waits for approval[; the job waits for {what}]"),
     "other_incident_waits": _kind("{named} does not wait for approval; {waits} does ({why})"),
@@ -177,7 +177,7 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "paused_idle": _kind("no attempt starts until `unbroken resume`"),
     "paused_starting": _kind(
-        "the attempt that is starting is completed. Until `unbroken resume`, later failures are recorded, but "
+        "the attempt that is starting may finish its start. Until `unbroken resume`, later failures are recorded, but "
         "nothing is restarted"
     ),
     "paused_running": _kind(
@@ -193,9 +193,9 @@ KINDS: Final[dict[str, Kind]] = {
     "first_attempt_waits": _kind("the first attempt starts as soon as it can; it waits for {what}"),
     "node_unknown": _kind("the job has no node {node}; if it joins, it is not used"),
     "node_in_use": _kind(
-        "{node} is in use: it is not used from the next attempt on (`unbroken restart` starts that now)"
+        "{node} goes on working in this attempt and is left out of the next (`unbroken restart` starts that now)"
     ),
-    "not_cordoned": _kind("{argument} was not cordoned; policy will not cordon it for anything known so far"),
+    "not_cordoned": _kind("{argument} was not cordoned. Nothing known so far will get it cordoned"),
     "still_left_out": _kind("{node} is still not used: {place} is cordoned ({reason})"),
     "plan_needs_approval": _kind("the waiting plan is carried out only after `unbroken approve`"),
     "restart_completes": _kind("the restart that has begun is completed; after that the job only watches"),

@@ -219,7 +219,7 @@ def print_config(as_json: bool) -> None:
 @click.option(
     "--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Size limit of the digest."
 )
-@click.option("--healthy", multiple=True, help="Logs of a run that went well; lines that they do not have come first.")
+@click.option("--healthy", multiple=True, help="Logs of a run that went well. Lines that are not in them are shown first.")
 def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, healthy: tuple[str, ...]) -> None:
     """Say what went wrong, from logs and dumps.
 
@@ -242,7 +242,7 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, he
 @click.argument("journal", type=click.Path(exists=True, path_type=Path))
 @click.option("--json", "as_json", is_flag=True)
 def replay(journal: Path, as_json: bool) -> None:
-    """Check that this version decides as JOURNAL says.
+    """Check that this version makes the decisions in JOURNAL.
 
     JOURNAL: a job folder, or one file of its journal.
     """

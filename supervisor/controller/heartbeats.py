@@ -41,9 +41,9 @@ STALL_S = 2.0
 PROGRESS_EVERY_S = 10.0
 """Steps are told so often; before whatever a step matters to, the newest is told first."""
 NUMBERS_EVERY_S = 10.0
+"""A loss that is a number now and none then is told at most so often."""
 LOSS_AGAIN_S = 60.0
 """A loss that is wrong is told again after so long: the job may have been busy with something else."""
-"""A loss that is a number now and none then is told at most so often."""
 CLOCK_SLACK_S = 2.0
 """More than the time between two heartbeats: what moved until the silence began does not move on in it."""
 COMPLAIN_EVERY_S = 10.0

@@ -547,8 +547,8 @@ def _own(folder: Path, *, shared: bool = False) -> None:
     if others and not (shared and found.st_mode & stat.S_ISVTX):
         mode = "go-w" if shared else "700"
         raise LaunchRefused(
-            f"the local folder {folder} is open to other users ({found.st_mode & 0o7777:o}): `chmod {mode} {folder}`, "
-            f"once you have seen that what is in it is yours, or {how}"
+            f"the local folder {folder} is open to other users ({found.st_mode & 0o7777:o}). Check that its "
+            f"files are yours, then `chmod {mode} {folder}`; or {how}"
         )
 
 
