@@ -118,7 +118,8 @@ class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     factor: Annotated[
-        float, _knob("A restart waits until a place in the code has taken this many times its longest harmless wait.", "job", ge=1)
+        float,
+        _knob("A restart waits for this many times the longest harmless wait at a place in the code.", "job", ge=1),
     ] = 3.0
     off: Annotated[
         bool, _knob("Unproven silence is only reported, never acted on. `--patience S` switches it on again.", "job")
@@ -179,9 +180,7 @@ class OpinionSettings(msgspec.Struct, frozen=True, kw_only=True):
     below: Annotated[
         float, _knob("The model is asked about verdicts that are less sure than this.", "job", ge=0, le=1)
     ] = 0.6
-    timeout_s: Annotated[float, _knob("Seconds to wait for an opinion.", "controller", gt=0, le=3600)] = (
-        120.0
-    )
+    timeout_s: Annotated[float, _knob("Seconds to wait for an opinion.", "controller", gt=0, le=3600)] = 120.0
 
 
 class MetricsSettings(msgspec.Struct, frozen=True, kw_only=True):

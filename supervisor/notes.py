@@ -91,8 +91,8 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "attempt_runs": _kind("attempt {attempt} runs"),
     "replicas_differ": _kind(
-        "{what}. No majority of at least three shows which is right. Checkpoints written since the ranks last agreed are "
-        "used only if no other is left"
+        "{what}. No majority of at least three shows which is right. Checkpoints written since the ranks last agreed "
+        "are used only if no other is left"
     ),
     "attempt_delayed": _kind("the next attempt starts in {delay_s:.0f} s"),
     "resume_unknown": _kind("cannot determine the checkpoint to resume from ({why}): the script decides"),
@@ -167,7 +167,9 @@ KINDS: Final[dict[str, Kind]] = {
     "no_such_step": _kind("no good checkpoint has step {step}; known steps: {steps}"),
     "no_rollback": _kind("no rollback was done, or it is undone already: there is nothing to put back"),
     "needs_a_node": _kind("{command} needs the name of a node"),
-    "gpu_not_cordoned": _kind("{place} is not cordoned[. Cordoned on this node: {where} ({why})][!where?, and neither is the node]"),
+    "gpu_not_cordoned": _kind(
+        "{place} is not cordoned[. Cordoned on this node: {where} ({why})][!where?, and neither is the node]"
+    ),
     "mode_unknown": _kind("unknown mode {mode!r}: observe, recommend or enforce"),
     "nothing_waits_for_approval": _kind("nothing waits for approval[; the job waits for {what}]"),
     "other_incident_waits": _kind("{named} does not wait for approval; {waits} does ({why})"),

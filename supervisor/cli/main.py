@@ -219,7 +219,9 @@ def print_config(as_json: bool) -> None:
 @click.option(
     "--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Size limit of the digest."
 )
-@click.option("--healthy", multiple=True, help="Logs of a run that went well. Lines that are not in them are shown first.")
+@click.option(
+    "--healthy", multiple=True, help="Logs of a run that went well. Lines that are not in them are shown first."
+)
 def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, healthy: tuple[str, ...]) -> None:
     """Say what went wrong, from logs and dumps.
 
