@@ -7,6 +7,7 @@ own code is imported: the path has only the standard library and installed packa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -356,6 +357,9 @@ class ForkServer:
 
     def fork(self, message: dict[str, Any], descriptors: list[int]) -> Any:
         """Fork twice: the rank is then an orphan, which the keeper adopts. Its parent is the keeper, as of any rank."""
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those in between, of earlier orders
+                pass
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -366,7 +370,6 @@ class ForkServer:
                 return self.be_adopted(message, descriptors)
             except BaseException:
                 os._exit(1)
-        os.waitpid(pid, 0)
         return None
 
     def be_adopted(self, message: dict[str, Any], descriptors: list[int]) -> Any:

@@ -158,6 +158,38 @@ def test_the_next_ranks_find_the_imports_there_and_the_keeper_is_their_parent(si
     assert os.WTERMSIG(json.loads(path.read_text())["status"]) == signal.SIGSEGV
 
 
+SURROUNDINGS = """
+import atexit, ctypes, gc, json, signal, threading, __main__
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death))
+streams = (sys.stdin, sys.stdout, sys.stderr)
+status = [line.split() for line in open("/proc/self/status") if line.startswith("Sig") or line.startswith("Threads")]
+seen = {
+    "death": death.value, "status": status, "argv": sys.argv, "path": sys.path, "main": sorted(vars(__main__)),
+    "meta": [str(x)[:60] for x in sys.meta_path], "threads": threading.active_count(),
+    "name": __name__, "file": __file__, "package": __package__, "frames": sys._getframe().f_back.f_code.co_name,
+    "streams": [(x.fileno(), x.name, x.mode, x.encoding, x.errors, x.line_buffering, x.write_through, x.seekable(),
+                 str(x), x is y) for x, y in zip(streams, (sys.__stdin__, sys.__stdout__, sys.__stderr__))],
+    "files": sorted(os.listdir("/proc/self/fd")), "leads": (os.getpid() == os.getsid(0) == os.getpgrp()),
+    "cwd": os.getcwd(), "umask": os.umask(0o22), "orig": getattr(sys, "orig_argv", [])[1:],
+    "environ": sorted(set(os.environ) - {"UNBROKEN_HEARTBEAT_FD"}), "class": str(type(os.environ)),
+    "cmdline": open("/proc/self/cmdline").read(), "signals": [str(signal.getsignal(x)) for x in signal.valid_signals()],
+}
+print(json.dumps(seen, sort_keys=True).replace(" ", ""), end=" ")
+"""
+
+
+def test_the_script_sees_what_it_would_see_without(site: Site) -> None:
+    site.make("pk_seen")
+    text = site.script.read_text().replace("import pk_seen\n", f"import pk_seen\n{SURROUNDINGS}\n", 1)
+    site.script.write_text(text)
+    [cold] = site.start()
+    site.wait_ready()
+    [warm] = site.start()
+    assert (cold[1], warm[1]) == ("cold", "warm")
+    assert json.loads(warm[0]) == json.loads(cold[0])
+
+
 def test_what_depends_on_the_rank_is_imported_for_each_and_what_is_set_stays_set(site: Site) -> None:
     body = "RANK = os.environ.get('RANK'); os.environ['PK_SET'] = 'yes'"
     site.make("pk_rank", body, shown="pk_rank.RANK, os.environ['PK_SET']")
