@@ -43,6 +43,9 @@ spares = 1
 max_restarts = 20
 wait_for_nodes_s = 1800
 
+[checkpoint]
+publish_to = "/shared/llm/ckpt"           # checkpoint_dirs is a folder on each node's own disk then
+
 [hang]
 patience_s = 1800                         # unproven silence: restart after half an hour
 
@@ -96,6 +99,8 @@ With scope *job*, three cases need a word:
 
 TABLES = {
     "run": "",
+    "checkpoint": "Checkpoints on the nodes' own disks: "
+    "[checkpoints.md](checkpoints.md#checkpoints-on-the-nodes-own-disks).",
     "loss": "What is done about a loss that spikes, diverges or stays NaN: [loss.md](loss.md).",
     "hang": "How long unproven silence is tolerated. Proven hangs do not wait for it: [hangs.md](hangs.md).",
     "controller": "",

@@ -125,6 +125,8 @@ class NodeTiers(Frozen, frozen=True, kw_only=True):
     tls: bool = False
     shared: bool = False
     """Other nodes write to the same checkpoint folder: nothing is mirrored."""
+    rested: int = 0
+    """The newest attempt after whose end the mover looked: nothing of it will be added."""
 
 
 # ----- the saves of all nodes -----
@@ -182,19 +184,27 @@ class JoinedSave(NamedTuple):
     """All parts lie in the shared folder."""
     rewritten: bool = False
     """Each save overwrites the folder: only the script can tell what belongs together."""
+    open: bool = False
+    """What it is may still change, or nobody can tell: it is neither offered nor moved."""
 
     @property
     def usable(self) -> bool:
         return self.whole and not self.missing and not self.rewritten
 
 
-def join(reports: Mapping[str, NodeTiers], present: Set[str], settled: Set[SaveKey]) -> list[JoinedSave]:
+def join(
+    reports: Mapping[str, NodeTiers],
+    present: Set[str],
+    settled: Set[SaveKey],
+    open_attempts: Set[int] = frozenset(),
+) -> list[JoinedSave]:
     """The saves of all nodes, the newest first.
 
     `reports`: of every node that ever reported, lost ones included: what they had is known. `present`: who can give
     files now. `settled`: saves to which no node will add a part; that matters for formats whose committing file does
-    not name what belongs to it.
+    not name what belongs to it. `open_attempts`: whose nodes have not told all that they have.
     """
+    failed = {one.key for node, report in reports.items() if node in present for one in report.failed}
     published = {one.key: one for report in reports.values() for one in report.published}
     variants: dict[SaveKey, dict[str, list[tuple[str, SavePart]]]] = {}
     for node, report in reports.items():
@@ -202,7 +212,14 @@ def join(reports: Mapping[str, NodeTiers], present: Set[str], settled: Set[SaveK
             variants.setdefault(part.key, {}).setdefault(part.owner, []).append((node, part))
     joined = [_joined(key, owners, reports, present, settled, key in published) for key, owners in variants.items()]
     joined += [_published_only(one) for key, one in published.items() if key not in variants]
-    return sorted(joined, key=lambda one: _age(one.save), reverse=True)
+    told = [
+        one._replace(
+            missing=one.missing or ("a node could not get it" if one.save.key in failed else ""),
+            open=one.rewritten or (not one.usable and one.save.attempt in open_attempts),
+        )
+        for one in joined
+    ]
+    return sorted(told, key=lambda one: _age(one.save), reverse=True)
 
 
 def _age(save: Save) -> tuple[int, int, int, float]:
@@ -235,7 +252,8 @@ def _joined(
         modified_at=max(part.modified_at for part in best.values()),
         files=tuple(files.values())[:FILES_IN_SAVE],
     )
-    why = _why_not_whole(best, files, key in settled)
+    needs = {need.name: need.size for copies in owners.values() for _, part in copies for need in part.needs}
+    why = _why_not_whole(best, files, needs, key in settled)
     had = {owner: {node for node, part in owners[owner] if part.size_bytes >= best[owner].size_bytes} for owner in best}
     gone = [] if published else [owner for owner in best if not had[owner] & present]
     tiers: list[Tier] = ["local"] if not why and all(owner in had[owner] & present for owner in best) else []
@@ -269,8 +287,9 @@ def _fullness(part: SavePart) -> tuple[int, bool]:
     return part.size_bytes, part.whole
 
 
-def _why_not_whole(best: Mapping[str, SavePart], files: Mapping[str, OwnedFile], is_settled: bool) -> str:
-    needs = {need.name: need.size for part in best.values() for need in part.needs}
+def _why_not_whole(
+    best: Mapping[str, SavePart], files: Mapping[str, OwnedFile], needs: Mapping[str, int], is_settled: bool
+) -> str:
     if needs:
         missing = sorted(name for name in needs if name not in files)
         if missing:
@@ -322,7 +341,7 @@ def _as_checkpoint(one: JoinedSave, folder: str) -> Checkpoint:
         why=why,
         modified_at=save.modified_at,
         size_bytes=save.size_bytes,
-        in_doubt=one.rewritten,
+        in_doubt=one.open,
     )
 
 
@@ -334,6 +353,19 @@ class PartSource(Frozen, frozen=True, kw_only=True):
     address: str
     port: int
     tls: bool = False
+
+
+class TierOrders(Frozen, frozen=True, kw_only=True):
+    """What a node is asked to do with checkpoints."""
+
+    peer: PartSource | None = None
+    """Who mirrors its parts."""
+    commit: tuple[Save, ...] = ()
+    """Saves whose parts all lie in the shared folder: let them appear."""
+    bring: BringBack | None = None
+    """What every node of the next attempt must have before its ranks start."""
+    drained: bool = False
+    """Nothing is left to be published: at the end nobody waits."""
 
 
 class BringBack(Frozen, frozen=True, kw_only=True):

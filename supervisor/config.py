@@ -106,6 +106,21 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiet: Annotated[bool, _knob("Print only the final status line of ours on the terminal.", "node")] = False
 
 
+class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What is done with the checkpoints that the script writes (docs/checkpoints.md)."""
+
+    publish_to: Annotated[
+        str,
+        _knob(
+            "The shared folder for checkpoints that the script writes to a folder on each node's own disk (the only one"
+            " in `run.checkpoint_dirs`).",
+            "job",
+            default="none: checkpoints stay where the script writes them",
+            see="checkpoints.md#checkpoints-on-the-nodes-own-disks",
+        ),
+    ] = ""
+
+
 class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
     """When a silence that nothing proves to be a hang is acted on (docs/hangs.md). Proven hangs never wait."""
 
@@ -232,6 +247,7 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     run: RunSettings = RunSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
     hang: HangSettings = HangSettings()
     loss: LossSettings = LossSettings()
     controller: ControllerSettings = ControllerSettings()
@@ -274,7 +290,7 @@ ENVIRONMENT = {
 """Key -> its variable. Of other variables see `OTHER_VARIABLES`."""
 PATHS = (
     "run.token_file", "run.kernel_log", "run.site_file", "controller.tls_cert", "controller.tls_key",
-    "controller.tls_ca", "metrics.targets_dir", "opinion.key_file", "opinion.model",
+    "controller.tls_ca", "checkpoint.publish_to", "metrics.targets_dir", "opinion.key_file", "opinion.model",
 )  # fmt: skip
 """Files and folders (`opinion.model` may also be a model's name at an endpoint)."""
 OTHER_VARIABLES = {
@@ -311,6 +327,7 @@ FLAGS = {
     "run.max_restarts": "--max-restarts",
     "run.mode": "--mode",
     "run.checkpoint_dirs": "--checkpoint-dir",
+    "checkpoint.publish_to": "--publish-to",
     "run.restart_args": "--restart-args",
     "run.kernel_log": "--kernel-log",
     "run.gather_s": "--gather",

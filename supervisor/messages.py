@@ -18,6 +18,7 @@ from recovery.policy import Mode
 from recovery.rollback import Guard
 from recovery.scheduling import RequestOutcome
 from recovery.snapshot_choice import NodeSnapshot, RankSnapshot
+from recovery.tiers import NodeTiers, TierOrders
 from supervisor.node_diff import Difference
 
 PROTOCOL = 3
@@ -40,6 +41,8 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     hold_limit_s: float = 24 * 3600.0
     """A job that is held, or waits for approval, this long is ended; 0: never."""
     checkpoint_dirs: tuple[str, ...] = ()
+    publish_to: str = ""
+    """The shared folder of checkpoints that the script writes to each node's own disk; empty: there are no tiers."""
     has_restart_args: bool = False
     command: tuple[str, ...] = ()
     scheduler: str = "local"
@@ -170,6 +173,8 @@ class Heartbeat(Frozen, frozen=True, kw_only=True, tag="heartbeat"):
     """Where this node's ranks were seen to write checkpoints (none where the user has named them); goes with those."""
     snapshots: tuple[RankSnapshot, ...] | None = None
     """What the ranks hold in memory; None when unchanged since it was sent on this connection."""
+    tiers: NodeTiers | None = None
+    """Where this node's checkpoints are; None when unchanged since the last heartbeat on this connection."""
     stop_request: str = ""
     """`SIGINT` or `SIGTERM` once the front has received it; `FRONT_GONE` when the front was killed."""
     notices: tuple[str, ...] = ()
@@ -249,6 +254,8 @@ class Assignment(Frozen, frozen=True, kw_only=True, tag="assignment"):
     """To be done, by this node, before its launcher joins `attempt`."""
     checkpoint_folders: tuple[str, ...] = ()
     """Where ranks of this job, on whatever node, were seen to write checkpoints."""
+    tiers: TierOrders | None = None
+    """What is asked of this node for checkpoints on nodes' own disks; None: there are no tiers."""
     paused: bool = False
     """Of `form`: workers of older attempts are ended, and nothing else is done."""
     drain_request: str = ""
@@ -530,6 +537,13 @@ class CheckpointsSeen(Event, frozen=True, kw_only=True, tag="checkpoints_seen"):
     """Where the node's ranks were seen to write them, the one written to last at the end."""
 
 
+class TiersSeen(Event, frozen=True, kw_only=True, tag="tiers_seen"):
+    """Where a node's checkpoints are, when that has changed."""
+
+    node: str
+    tiers: NodeTiers
+
+
 class VersionsCompared(Event, frozen=True, kw_only=True, tag="versions_compared"):
     """What is not the same on all nodes now; sent when that has changed."""
 
@@ -731,6 +745,7 @@ AnyEvent = (
     | SilenceSeen
     | PaceLearned
     | CheckpointsSeen
+    | TiersSeen
     | VersionsCompared
     | StragglersSeen
     | NumbersSeen

@@ -8,10 +8,13 @@ from __future__ import annotations
 import datetime
 from typing import Literal
 
+import msgspec
+
 from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Frozen
 from recovery.checkpoint import Judgement, RankLayout, Resume
 from recovery.policy import Mode, Plan
+from recovery.tiers import Tier
 from supervisor.messages import Outcome, Stage
 from supervisor.node_diff import Difference
 
@@ -128,7 +131,8 @@ class CheckpointView(Frozen, frozen=True, kw_only=True):
     suspect: bool = False
     verdict: Judgement = "whole"
     where: tuple[str, ...] = ()
-    """`in place`: where the script looks; `copy`: a safe copy of ours."""
+    """`in place`: where the script looks; `copy`: a safe copy of ours. With `--publish-to`: `local`, `mirrored`,
+    `published`, where all of it is."""
     copy_of: str = ""
     """For a safe copy: the file it was copied from."""
     layout: RankLayout | None = None
@@ -146,6 +150,15 @@ class RestartView(Frozen, frozen=True, kw_only=True):
     loses_s: float | None
     """Seconds since that checkpoint was written; without one, since the attempt began."""
     why: str = ""
+
+
+class TierView(Frozen, frozen=True, kw_only=True):
+    """The newest checkpoint of which all is in this tier."""
+
+    tier: Tier
+    path: str
+    step: int | None
+    modified_at: datetime.datetime
 
 
 class BudgetView(Frozen, frozen=True, kw_only=True):
@@ -262,6 +275,8 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """What is wrong while training goes on, in words: incidents that stopped nothing and last."""
     silence: SilenceView | None = None
     """No progress since, and nothing proves a hang."""
+    tiers: tuple[TierView, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Only with `--publish-to`: what is local, mirrored, published."""
     hung: HungView | None = None
     """A diagnosed hang that lasts: also one whose restart waits for an operator."""
     restart: RestartView | None = None

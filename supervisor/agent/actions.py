@@ -27,6 +27,7 @@ from recovery.quarantine import PreparationError, prepare
 from recovery.snapshot_memory import CHOSEN_VARIABLE, FILES_VARIABLE
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
+from supervisor.agent.mover import MoverRunner
 from supervisor.agent.reconcile import (
     AnswerLauncher,
     Collect,
@@ -219,8 +220,10 @@ class ActionRunner:
         launcher: LauncherSocket,
         evidence: EvidenceCollector,
         checkpoints: CheckpointMonitor,
+        mover: MoverRunner,
     ) -> None:
         self._state = state
+        self._mover = mover
         self._plan = state.plan
         self._keeper = keeper
         self._launcher = launcher
@@ -301,6 +304,11 @@ class ActionRunner:
         attempt. Nothing is touched that this node does not know to be the job's, whatever the assignment says.
         """
         await self._checkpoints.scan_now()
+        if self._mover.is_wanted:
+            await self._mover.rest(attempt - 1)
+            if assignment.tiers is not None and assignment.tiers.bring is not None:
+                await self._mover.bring(assignment.tiers.bring)
+                await self._checkpoints.scan_now()
         bounds = self._checkpoints.bounds()
         work = asyncio.create_task(asyncio.to_thread(prepare, assignment.prepare, bounds))
         if not (await asyncio.wait({work}, timeout=PREPARE_NOTICE_S))[0]:
@@ -351,6 +359,7 @@ class ActionRunner:
             old = self._state.paths.attempt(attempt - ATTEMPTS_KEPT)
             self._state.work.start("tidy", asyncio.to_thread(shutil.rmtree, old, ignore_errors=True))
         self._state.saved.joined, self._state.joined_at = attempt, time.monotonic()
+        self._state.saved.joined_wall = self._state.joined_wall = time.time()
         self._state.saved_file.write()
         self._launcher.answer(
             "join",
@@ -380,6 +389,8 @@ class ActionRunner:
     def _finish(self, assignment: Assignment) -> None:
         if self._state.done_at is None:
             assert assignment.outcome is not None
+            if not self._mover.may_end(succeeded=assignment.outcome.state == "succeeded"):
+                return  # asked again with the next look
             if self.write_outcome(assignment.outcome):
                 self.end()
                 self._state.wakeup.set()

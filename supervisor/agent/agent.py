@@ -25,11 +25,13 @@ import msgspec
 from diagnosis import rules
 from diagnosis.signals import RankSample, from_wait_status
 from recovery.snapshot_choice import of_node
+from recovery.tiers import NodeTiers
 from supervisor.agent.actions import ActionRunner, DrainRequests, LauncherSocket
 from supervisor.agent.checkpoints import CheckpointMonitor, is_utf8
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.link import Link
 from supervisor.agent.metrics import metrics_port
+from supervisor.agent.mover import MoverRunner
 from supervisor.agent.orphan import EXIT_NO_CONTROLLER, OrphanHandler
 from supervisor.agent.prefetch import Prefetch, wanted
 from supervisor.agent.procfs import ProcessIdentity
@@ -116,6 +118,7 @@ class HeartbeatBuilder:
         checkpoints: CheckpointMonitor,
         health: HealthMonitor,
         snapshots: SnapshotMonitor,
+        mover: MoverRunner,
     ) -> None:
         self._state = state
         self._link = link
@@ -123,6 +126,8 @@ class HeartbeatBuilder:
         self._checkpoints = checkpoints
         self._health = health
         self._snapshots = snapshots
+        self._mover = mover
+        self._sent_tiers = (-1, -1)
         self._incarnation = time.time_ns()
         self._seq = 0
         self._keeper_gone_since: float | None = time.monotonic()
@@ -159,6 +164,7 @@ class HeartbeatBuilder:
             checkpoints=self._checkpoints.checkpoints if new_checkpoints else None,
             checkpoint_folders=tuple(map(str, self._checkpoints.learned)) if new_checkpoints else None,
             snapshots=self._snapshots.held if new_snapshots else None,
+            tiers=self._new_tiers(),
             stop_request=saved.stop_request,
             notices=state.notices.reported,
             inventory=self._health.inventory if new_inventory else None,
@@ -176,6 +182,14 @@ class HeartbeatBuilder:
         new_snapshots = snapshots != self._sent_snapshots
         self._sent_checkpoints, self._sent_inventory, self._sent_snapshots = checkpoints, inventory, snapshots
         return new_checkpoints, new_inventory, new_snapshots
+
+    def _new_tiers(self) -> NodeTiers | None:
+        """Once for each change and each connection."""
+        tiers = (self._mover.changes, self._link.connections)
+        if tiers == self._sent_tiers or self._mover.status is None:
+            return None
+        self._sent_tiers = tiers
+        return self._mover.status.tiers
 
     def _keeper_gone_s(self) -> float:
         if self._state.keeper is not None:
@@ -258,16 +272,19 @@ class NodeAgent:
         # What it does.
         self._launcher = LauncherSocket(state, self._health.release_gpus)
         self._evidence = EvidenceCollector(state, self._ranks, self._health.current_findings)
-        self._actions = ActionRunner(state, self._keeper, self._launcher, self._evidence, self._checkpoints)
+        self._mover = MoverRunner(state, self._checkpoints)
+        self._actions = ActionRunner(
+            state, self._keeper, self._launcher, self._evidence, self._checkpoints, self._mover
+        )
         self._orphan = OrphanHandler(state, self._link, self._ranks, self._keeper)
         self._drain_requests = DrainRequests(state, site.drain_requests)
         self._prefetch = Prefetch()
 
         # What it reports.
         self._heartbeat = HeartbeatBuilder(
-            state, self._link, self._ranks, self._checkpoints, self._health, self._snapshots
+            state, self._link, self._ranks, self._checkpoints, self._health, self._snapshots, self._mover
         )
-        self._metrics = metrics_port(plan, self._health, self._link, self._ranks)
+        self._metrics = metrics_port(plan, self._health, self._link, self._ranks, self._mover)
         state.notices.report(site_problem)
         state.notices.report(rules_problem)
 
@@ -288,6 +305,7 @@ class NodeAgent:
             self._metrics.start(),
         )
         tasks = [asyncio.create_task(follower) for follower in followers]
+        mover = asyncio.create_task(self._mover.run())
         try:
             while not self._is_finished():
                 for task in tasks:
@@ -299,7 +317,7 @@ class NodeAgent:
         finally:
             server.close()
             self._state.work.cancel()
-            for task in tasks:
+            for task in (*tasks, mover):
                 task.cancel()
 
     async def _turn(self) -> None:
@@ -431,6 +449,7 @@ class NodeAgent:
             {worker.pid: worker.ended_at for worker in workers if worker.ended_at is not None},
         )
         state.written_folders = self._checkpoints.folders
+        self._mover.follow()
         self._health.update(self._job.info(workers))
         self._space.follow(assignment.space if assignment is not None else None)
         if assignment is not None:
@@ -439,6 +458,7 @@ class NodeAgent:
         problems = (
             self._link.distrust,
             self._checkpoints.problem,
+            self._mover.problem,
             self._evidence.problem,
             self._health.notice(),
             *self._checkpoints.left,

@@ -10,12 +10,14 @@ from typing import Final, NamedTuple, get_args
 
 from diagnosis.health import Level, Status
 from supervisor.agent.link import Link
+from supervisor.agent.mover import MoverRunner
 from supervisor.agent.ranks import RankMonitor
 from supervisor.config import NodePlan
 from supervisor.errors import ConfigError
 from supervisor.metrics.port import Exposed, MetricsPort, process_samples
 from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
 from supervisor.metrics.targets import TargetFile
+from supervisor.mover.protocol import MoverStatus
 from supervisor.node_health.monitor import HealthMonitor
 
 log = logging.getLogger("unbroken.metrics")
@@ -36,6 +38,17 @@ AGENT: Final = (
     Family("unbroken_agent_attempt", "gauge", "The attempt whose ranks are watched here."),
     Family("unbroken_agent_findings_left_out_total", "counter", "Findings that were too many to be told one by one."),
     Family("unbroken_agent_station_up", "gauge", "1 while the process that runs these probes is there.", ("kind",)),
+    Family(
+        "unbroken_agent_checkpoint_bytes_total",
+        "counter",
+        "Bytes of checkpoints sent to a peer, copied to the shared folder, or brought to this node.",
+        ("kind",),
+    ),
+    Family(
+        "unbroken_agent_checkpoint_behind_seconds",
+        "gauge",
+        "Age of the oldest checkpoint part here that is not mirrored and in the shared folder yet; 0: there is none.",
+    ),
     Family("unbroken_rank_step", "gauge", "Newest training step that a rank here has told.", ("rank",)),
     Family("unbroken_rank_quiet_seconds", "gauge", "Since any sign of progress of a rank here.", ("rank",)),
     Family("unbroken_rank_stopped", "gauge", "1 while a rank here is stopped (state T) or traced.", ("rank",)),
@@ -68,11 +81,15 @@ AGENT: Final = (
 )
 
 
-def metrics_port(plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankMonitor) -> MetricsPort:
+def metrics_port(
+    plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankMonitor, mover: MoverRunner
+) -> MetricsPort:
     """The port of the agent of `plan`; one that is never opened where the settings say so."""
     options = plan.settings.metrics
     exposed = Exposed(
-        AGENT, lambda: agent_samples(health, link, ranks), [("job", job_name(plan.spec.name)), ("node", plan.node)]
+        AGENT,
+        lambda: agent_samples(health, link, ranks, mover.status),
+        [("job", job_name(plan.spec.name)), ("node", plan.node)],
     )
     target = TargetFile(plan.job_dir, options.targets_dir, "agent", plan.node)
     where = None
@@ -84,7 +101,9 @@ def metrics_port(plan: NodePlan, health: HealthMonitor, link: Link, ranks: RankM
     return MetricsPort(exposed, target, plan.spec.name, where)
 
 
-def agent_samples(health: HealthMonitor, link: Link, ranks: RankMonitor) -> list[Sample]:
+def agent_samples(
+    health: HealthMonitor, link: Link, ranks: RankMonitor, mover: MoverStatus | None = None
+) -> list[Sample]:
     """The samples of all families now; some hundred rows."""
     tally = _tally(health)
     return [
@@ -93,6 +112,7 @@ def agent_samples(health: HealthMonitor, link: Link, ranks: RankMonitor) -> list
         *_checks(tally),
         *_gpus(health, tally),
         *_processes(health),
+        *_mover(mover),
     ]
 
 
@@ -128,6 +148,19 @@ def _tally(health: HealthMonitor) -> _Tally:
             tally.bad[result.check, check_state.level, failure_class] += 1
             tally.flaws[result.gpu, check_state.level, failure_class] += 1
     return tally
+
+
+def _mover(status: MoverStatus | None) -> Iterator[Sample]:
+    if status is None:
+        return
+    moved = {
+        "mirrored": status.mirrored_bytes,
+        "published": status.published_bytes,
+        "brought": status.brought_bytes,
+    }
+    for kind, count in moved.items():
+        yield Sample("unbroken_agent_checkpoint_bytes_total", count, (kind,))
+    yield Sample("unbroken_agent_checkpoint_behind_seconds", status.behind_s)
 
 
 def _ranks_and_connection(link: Link, ranks: RankMonitor) -> Iterator[Sample]:

@@ -11,6 +11,7 @@ import math
 import re
 
 from diagnosis.signals import Frozen, from_wait_status, signal_name
+from recovery.tiers import why_bad_save
 from supervisor.keeper_client import KeeperState
 from supervisor.messages import Assignment, LauncherState, Round
 
@@ -27,6 +28,7 @@ RANKS = NODES = 1_000_000
 PATH_CHARACTERS = 4096
 FOLDERS = 64
 PREPARATIONS = 256
+SOURCES = 65_536
 NOTICES = 10_000
 SKIPPED_BATCHES = 1_000_000
 STOP_SIGNALS = frozenset({"SIGINT", "SIGTERM"})
@@ -44,7 +46,7 @@ def out_of_bounds(assignment: Assignment, node: str) -> str:
         return f"its stop signal is {assignment.stop_signal[:20]!r}"
     if not _within(assignment.grace_s, LONGEST_GRACE_S):
         return f"its grace period is {assignment.grace_s} s"
-    return _round(assignment) or _evidence(assignment) or _paths(assignment)
+    return _round(assignment) or _evidence(assignment) or _paths(assignment) or _tiers(assignment)
 
 
 def _round(assignment: Assignment) -> str:
@@ -89,6 +91,20 @@ def _paths(assignment: Assignment) -> str:
         if not is_absolute_path(path):
             return f"{path[:80]!r} is no absolute path"
     return ""
+
+
+def _tiers(assignment: Assignment) -> str:
+    tiers = assignment.tiers
+    if tiers is None:
+        return ""
+    bring = tiers.bring
+    sources = (*(bring.sources if bring is not None else ()), *([tiers.peer] if tiers.peer is not None else ()))
+    saves = (*tiers.commit, *([bring.save] if bring is not None else ()))
+    if len(sources) > SOURCES or len(saves) > FOLDERS:
+        return "it names too many checkpoints, or nodes that have them"
+    if not all(_HOST.fullmatch(source.address) and 0 < source.port < 65536 for source in sources):
+        return "a node that has checkpoints has no address"
+    return next((why for save in saves if (why := why_bad_save(save))), "")
 
 
 def is_absolute_path(path: str) -> bool:

@@ -38,6 +38,8 @@ class SavedState(msgspec.Struct, kw_only=True):
     """Newest epoch that was accepted: an older controller is not obeyed."""
     joined: int = 0
     """Newest attempt that a launcher was let into."""
+    joined_wall: float = 0.0
+    """When, Unix time."""
     prepared: int = 0
     """Newest attempt whose preparations are done."""
     collected: int = 0
@@ -217,6 +219,8 @@ class AgentState:
         """The attempt whose workers a launcher watches. By `LauncherSocket`."""
         self.joined_at = 0.0
         """Monotonic time at which a launcher was let into the newest attempt. By `ActionRunner`."""
+        self.joined_wall = self.saved.joined_wall
+        """The same as Unix time, known after a restart of the agent. By `ActionRunner`."""
         self.prepare_error = ""
         """Why the preparations for the next attempt failed. By `ActionRunner`."""
         self.done_at: float | None = None

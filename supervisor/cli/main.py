@@ -91,6 +91,11 @@ def _run_options(command: F) -> F:
             multiple=True,
             help="Folder that holds only this job's checkpoints; repeatable.",
         ),
+        click.option(
+            "--publish-to",
+            metavar="DIR",
+            help="Shared folder that gets the checkpoints; --checkpoint-dir is on each node's own disk then.",
+        ),
         click.option("--restart-args", metavar="ARGS", help="Added to the script's arguments from attempt 2 on."),
         click.option("--nproc-per-node", metavar="N", help="For `-- python train.py`: processes on this node."),
         click.option("--kernel-log", metavar="PATH", help="Kernel log device or file.  [/dev/kmsg]"),
@@ -138,8 +143,9 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
 
 def settings_given(flags: dict[str, Any]) -> dict[str, object]:
     """The keys of the configuration that options of `unbroken run` set; None: not given."""
-    values = {f"run.{name}": value for name, value in flags.items() if name not in {"listen", "patience"}}
+    values = {f"run.{name}": value for name, value in flags.items() if name not in {"listen", "patience", "publish_to"}}
     values["run.checkpoint_dirs"] = flags.get("checkpoint_dirs") or None
+    values["checkpoint.publish_to"] = flags.get("publish_to")
     values["controller.listen"] = flags.get("listen")
     patience = flags.get("patience")
     if patience is not None:

@@ -207,6 +207,9 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     if answer["pause"] and not answer["outcome"]:
         parts.append(Text(_paused(answer["pause"]), style="yellow"))
     parts.append(Text(_figures(answer)))
+    if answer.get("tiers"):
+        newest = (f"step {one['step']} {one['tier']}" for one in answer["tiers"])
+        parts.append(Text(f"newest checkpoints: {', '.join(newest)}"))
     if answer.get("snapshot") and not answer["outcome"]:
         held = answer["snapshot"]
         parts.append(Text(f"in memory: step {held['step']} on all {held['ranks']} ranks ({_clock(held['at'])})"))

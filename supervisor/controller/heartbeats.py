@@ -290,6 +290,8 @@ class HeartbeatEvents:
         if beat.snapshots is not None:
             self._snapshots[beat.node] = beat.snapshots
             self._compare_replicas(beat.snapshots, now, events)
+        if beat.tiers is not None:
+            events.append(m.TiersSeen(at=now, node=beat.node, tiers=beat.tiers))
         if beat.stop_request and beat.stop_request != seen.stop_request:
             events.append(m.StopRequested(at=now, node=beat.node, signal=beat.stop_request))
         seen.stop_request = beat.stop_request

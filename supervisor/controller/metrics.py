@@ -45,6 +45,7 @@ def job_samples(job: Job, now: float, newest: Newest | None = None) -> Iterator[
     yield from _progress(job, now, newest)
     yield from _incidents(job)
     yield from _checkpoints(job)
+    yield from _tiers(job)
     yield from _nodes(job, now)
     yield from _cordons(job, now)
 
@@ -153,6 +154,13 @@ def _checkpoints(job: Job) -> Iterator[Sample]:
 def _advised(told: JobAdvice) -> Iterator[Sample]:
     if told.enough and told.advice is not None:
         yield Sample("unbroken_job_advised_interval_seconds", told.advice.interval_s)
+
+
+def _tiers(job: Job) -> Iterator[Sample]:
+    for tier, save in job.tiers.newest().items():
+        yield Sample("unbroken_job_checkpoint_tier_timestamp_seconds", save.modified_at, (tier,))
+        if save.step is not None:
+            yield Sample("unbroken_job_checkpoint_tier_step", save.step, (tier,))
 
 
 def _nodes(job: Job, now: float) -> Iterator[Sample]:

@@ -39,9 +39,10 @@ _TIMES = {"at", "until", "modified_at"}
 
 
 def plain(value: object) -> Any:
-    """`value` as JSON types with every field, empty ones too; times are RFC 3339 in UTC."""
+    """`value` as JSON types with every field, empty ones too (not unset ones); times are RFC 3339 in UTC."""
     if isinstance(value, msgspec.Struct):
-        fields = {name: _field(name, getattr(value, name)) for name in value.__struct_fields__}
+        content = {name: getattr(value, name) for name in value.__struct_fields__}
+        fields = {name: _field(name, one) for name, one in content.items() if one is not msgspec.UNSET}
         if isinstance(value, Verdict):
             entry = TAXONOMY[value.failure_class]
             fields |= {"kind": entry.kind, "domain": entry.domain}

@@ -150,12 +150,16 @@ class Assignments:
             # No worker of an older attempt may live on a node that is not a member: it may be one that came back. Of an
             # adopted attempt it may have ranks, and has not told yet.
             stage = "hold" if attempt.adopted else "form"
+        tiers = self._attempts.checkpoints.tiers
+        forming = member and attempt is not None and attempt.round is None
+        prepares = attempt is not None and (node.name == attempt.preparer or (member and tiers.are_on))
         own = msgspec.structs.replace(
             common,
             node=node.name,
+            tiers=tiers.orders(node.name, attempt.bring if forming and attempt is not None else None),
             role="member" if member else "excluded" if cordoned else "spare",
             stage=stage,
-            prepare=attempt.prepare if attempt is not None and node.name == attempt.preparer else (),
+            prepare=attempt.prepare if attempt is not None and prepares else (),
             evidence=node.request,
             wake=node.wake,
             wake_number=node.wake_number,

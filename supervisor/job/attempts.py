@@ -31,6 +31,7 @@ from recovery.checkpoint import (
 )
 from recovery.snapshot_choice import NodeSnapshot, common
 from recovery.snapshot_choice import choose as choose_snapshot
+from recovery.tiers import BringBack
 from supervisor import messages as m
 from supervisor.job.core import (
     CloseFailures,
@@ -51,6 +52,7 @@ from supervisor.job.core import (
     cancel,
 )
 from supervisor.job.nodes import Nodes
+from supervisor.job.tiers import Tiers
 from supervisor.messages import CheckpointsSeen, Round, SpaceSeen, SpaceWanted, StoreOffer
 from supervisor.notes import note
 
@@ -68,9 +70,10 @@ Choose = Callable[[Sequence[Checkpoint], ResumeSituation], tuple[Checkpoint | No
 class Checkpoints:
     """The checkpoints that nodes have seen, which of them are suspect, and from which one the next attempt resumes."""
 
-    def __init__(self, core: Core, choose: Choose) -> None:
+    def __init__(self, core: Core, choose: Choose, tiers: Tiers) -> None:
         self._core = core
         self._choose = choose
+        self.tiers = tiers
         self._reports: dict[str, tuple[Checkpoint, ...]] = {}
         """By the node that saw them, the newest report last."""
         self.folders: tuple[str, ...] = ()
@@ -121,7 +124,7 @@ class Checkpoints:
                 known = found.get(checkpoint.path)
                 if known is None or _preference(checkpoint) > _preference(known):
                     found[checkpoint.path] = checkpoint
-        return [self._marked(checkpoint) for checkpoint in found.values()]
+        return [self._marked(checkpoint) for checkpoint in self.tiers.judged(list(found.values()))]
 
     def _marked(self, checkpoint: Checkpoint) -> Checkpoint:
         at = checkpoint.modified_at
@@ -251,6 +254,7 @@ class Checkpoints:
 
     def begin_life(self) -> None:
         self._reports.clear()
+        self.tiers.begin_life()
 
 
 def _preference(checkpoint: Checkpoint) -> tuple[bool, float, bool]:
@@ -277,6 +281,8 @@ class Attempt:
     formed_at: float
     resume: Resume
     prepare: tuple[Preparation, ...] = ()
+    bring: BringBack | None = None
+    """What every member must have on its own disk before ranks start."""
     preparer: str = ""
     """The member that does the preparations."""
     offers: dict[str, StoreOffer] = dataclasses.field(default_factory=dict)
@@ -442,6 +448,8 @@ class Attempt:
 
 FORM_LIMIT_S = 600.0
 """All launchers must have come to rendezvous, preparations done, within this."""
+BRING_LIMIT_S = 1800.0
+"""So much more where a checkpoint is brought to nodes' own disks."""
 START_LIMIT_S = 120.0
 """All workers must have started within this after the round was formed."""
 STAND_S = 1.0
@@ -536,6 +544,7 @@ class Attempts:
             members=members,
             formed_at=self._core.now,
             resume=resume,
+            bring=self.checkpoints.tiers.bring(resume.path),
             prepare=prepare,
             preparer=members[0] if members and prepare else "",
         )
@@ -591,10 +600,12 @@ class Attempts:
         resume, prepare = yield from self._resume(members)
         if not attempt.preparer and members and prepare:
             attempt.preparer = members[0]
-        if prepare != attempt.prepare or (attempt.preparer and attempt.preparer not in members):
+        bring = self.checkpoints.tiers.bring(resume.path)
+        other = (bring.save.key if bring else None) != (attempt.bring.save.key if attempt.bring else None)
+        if prepare != attempt.prepare or other or (attempt.preparer and attempt.preparer not in members):
             yield Form(members)
             if core.state == "STARTING":
-                yield Timer("form", core.now + FORM_LIMIT_S)
+                yield Timer("form", core.now + self._form_limit_s())
         elif (members is not attempt.members and members != attempt.members) or resume != attempt.resume:
             changed = attempt.member_set.symmetric_difference(members) | {*attempt.members[:1], *members[:1]}
             same = resume == attempt.resume
@@ -647,11 +658,14 @@ class Attempts:
         yield Enter("STARTING")
         self.by_operator = False
         self.started_at = now if self.started_at is None else self.started_at
-        yield Timer("form", now + FORM_LIMIT_S)
+        yield Timer("form", now + self._form_limit_s())
         self._nodes.touch_all()
         yield from self._form_round()
         if attempt.prepare_error:
             yield OpenIncident("setup", attempt.prepare_error, now)
+
+    def _form_limit_s(self) -> float:
+        return FORM_LIMIT_S + (BRING_LIMIT_S if self.current is not None and self.current.bring is not None else 0.0)
 
     def launcher_ready(self, event: m.LauncherReady) -> Wants:
         """A launcher waits in rendezvous."""
@@ -669,6 +683,11 @@ class Attempts:
         attempt, now = self.current, self._core.now
         if attempt is None or self._core.state != "STARTING" or attempt.round is not None or not attempt.all_offered:
             return
+        if self.checkpoints.tiers.has_news:
+            yield from self.checkpoints.tiers.work_out()
+            yield from self.refresh()
+            if self.current is not attempt or not attempt.all_offered:
+                return
         attempt.world_size = sum(offer.local_world_size for offer in attempt.offers.values())
         offer = attempt.offers[attempt.members[0]]
         snapshot = self._snapshot(attempt)
@@ -681,6 +700,7 @@ class Attempts:
         )
         self._places = attempt.members
         self.checkpoints.attempt_starts()
+        self.checkpoints.tiers.begin(attempt.number, attempt.members)
         last_good, first = self.checkpoints.last_good, self._last_started + 1
         moved = {step.path for step in attempt.prepare}
         gone = last_good if attempt.number > 1 and not attempt.resume.path and last_good not in moved else ""

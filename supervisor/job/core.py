@@ -43,6 +43,7 @@ guard acts."""
 TimerName = Literal[
     "again", "backoff", "degraded", "device", "end", "evidence", "finish", "form", "gather", "hold", "last_orders",
     "nodes", "orders", "requeue", "settle", "silence", "stacks", "start", "step_end", "stood",
+    "tiers",
 ]  # fmt: skip
 """`Job` says what each is for, in its table of timers."""
 

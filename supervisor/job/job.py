@@ -18,6 +18,7 @@ fields, and changes nothing else; it calls those above it in this list:
 
     core          state, clock, spec, mode, pause, timers
     nodes         which nodes there are, which may be used, whose assignment is to be worked out again
+    tiers         checkpoints on the nodes' own disks: who has what of them
     checkpoints   what was saved, what is suspect
     attempts      forming, starting, running, finishing
     space         waiting for room on disks
@@ -88,6 +89,7 @@ from supervisor.job.loss import LossGuard
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
 from supervisor.job.scheduler import SchedulerRequests
+from supervisor.job.tiers import Tiers
 from supervisor.messages import AnyEvent
 from supervisor.node_diff import Difference
 from supervisor.notes import note, text_of
@@ -128,6 +130,8 @@ NODES_SHOWN = 8
 """Names of lost nodes that are told in one line."""
 HEARD_S = 15.0
 """Agents find a controller that has started again within a second or two."""
+DRAIN_LIMIT_S = 1800.0
+"""So much more where checkpoints are still to be published."""
 END_SLACK_S = 60.0
 """How much longer than the grace a node may take to say that it is done."""
 _ENDS: dict[str, JobStateName] = {
@@ -153,7 +157,8 @@ class Job:
     def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
         self.core = core = Core()
         self.nodes = nodes = Nodes(core)
-        self.checkpoints = Checkpoints(core, choose)
+        self.tiers = Tiers(core, nodes)
+        self.checkpoints = Checkpoints(core, choose, self.tiers)
         self.attempts = attempts = Attempts(core, nodes, self.checkpoints)
         self.space = Space(core, nodes, attempts)
         self.scheduler = SchedulerRequests(core, nodes, attempts)
@@ -208,6 +213,7 @@ class Job:
             m.RanksStopped: self.attempts.ranks_stopped,
             m.LauncherEnded: self.attempts.launcher_ended,
             m.CheckpointsSeen: self._checkpoints_seen,
+            m.TiersSeen: self.tiers.add,
             m.SpaceSeen: self.space.seen,
             m.StragglersSeen: self._stragglers_seen,
             # what may be wrong
@@ -251,6 +257,7 @@ class Job:
             "requeue": self._requeue_due,  # no lost node came back: the scheduler is asked to start the job again
             "last_orders": self.scheduler.last_requests_due,  # the end of the job waits for no scheduler any more
             "step_end": self.scheduler.step_end_due,  # the scheduler is asked to end the step
+            "tiers": self._tiers_due,  # nodes have told where their checkpoints are
             "end": self._end_due,  # the end of the job waits for no node any more
         }
 
@@ -604,6 +611,11 @@ class Job:
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self.incidents.approval_wanted):
             yield from self.attempts.refresh()
 
+    def _tiers_due(self) -> Wants:
+        yield from self.tiers.work_out()
+        if self.state == "STARTING" or (self.state == "RECOVERING" and not self.incidents.approval_wanted):
+            yield from self.attempts.refresh()
+
     def _stragglers_seen(self, event: m.StragglersSeen) -> Wants:
         """Told and shown, and nothing is done about it: whether to go on without a slow rank is for people to say."""
         attempt = self.attempts.live(event.attempt)
@@ -744,7 +756,7 @@ class Job:
         self.attempts.end()
         self.incidents.end(outcome)
         self._cancel_all()
-        yield Timer("end", core.now + want.grace_s + END_SLACK_S)
+        yield Timer("end", core.now + want.grace_s + END_SLACK_S + (DRAIN_LIMIT_S if self.tiers.are_on else 0.0))
         line = want.outcome.line
         requeued = outcome.state == "requeued"
         yield note("requeue_happens", what=line) if requeued else note("job_ended", why=want.why or line)

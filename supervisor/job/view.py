@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
+import msgspec
+
 from diagnosis.signals import clean_line, rank_names
 from diagnosis.stragglers import SLOWS
 from recovery.checkpoint import Checkpoint, judgement
@@ -17,6 +19,7 @@ from supervisor.job.incidents import Incidents
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
 from supervisor.job.scheduler import SchedulerRequests
+from supervisor.job.tiers import Tiers
 from supervisor.messages import StragglersSeen
 from supervisor.node_diff import Difference
 from supervisor.view import (
@@ -34,6 +37,7 @@ from supervisor.view import (
     RestartView,
     SilenceView,
     StragglersView,
+    TierView,
     utc,
 )
 
@@ -47,6 +51,7 @@ class Parts(Protocol):
 
     core: Core
     nodes: Nodes
+    tiers: Tiers
     attempts: Attempts
     incidents: Incidents
     hangs: Hangs
@@ -99,7 +104,7 @@ def job_view(job: Parts, now: float | None = None) -> JobView:
             in_window=budget.in_window(now),
             next_delay_s=budget.next_delay_s(now),
         ),
-        checkpoints=tuple(map(_checkpoint, candidates[:CHECKPOINTS_SHOWN])),
+        checkpoints=tuple(_checkpoint(one, job.tiers) for one in candidates[:CHECKPOINTS_SHOWN]),
         restarts=attempts.restarts,
         lost_s=round(incidents.log.lost_s(now), 3),
         ettr=ettr(job, now),
@@ -110,6 +115,7 @@ def job_view(job: Parts, now: float | None = None) -> JobView:
         silence=_silence(job, now),
         hung=_hung(job),
         restart=_restart(job, now),
+        tiers=_tiers(job.tiers) if job.tiers.are_on else msgspec.UNSET,
     )
 
 
@@ -224,7 +230,14 @@ def _cordon(job: Parts, cordon: Cordon) -> CordonView:
     )
 
 
-def _checkpoint(checkpoint: Checkpoint) -> CheckpointView:
+def _tiers(tiers: Tiers) -> tuple[TierView, ...]:
+    return tuple(
+        TierView(tier=tier, path=f"{tiers.folder}/{save.name}", step=save.step, modified_at=utc(save.modified_at))
+        for tier, save in tiers.newest().items()
+    )
+
+
+def _checkpoint(checkpoint: Checkpoint, tiers: Tiers) -> CheckpointView:
     return CheckpointView(
         path=checkpoint.path,
         step=checkpoint.step,
@@ -235,13 +248,15 @@ def _checkpoint(checkpoint: Checkpoint) -> CheckpointView:
         size_bytes=checkpoint.size_bytes,
         suspect=checkpoint.suspect,
         verdict=judgement(checkpoint),
-        where=_where(checkpoint),
+        where=_where(checkpoint, tiers),
         copy_of=checkpoint.copy_of,
         layout=checkpoint.layout,
     )
 
 
-def _where(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _where(checkpoint: Checkpoint, tiers: Tiers) -> tuple[str, ...]:
+    if found := tiers.tiers_of(checkpoint.path):
+        return found
     return ("copy",) if checkpoint.copy_of else ("in place",)
 
 

@@ -131,6 +131,13 @@ CONTROLLER: Final = (
         "absent until three failures and three saves were seen.",
     ),
     Family(
+        "unbroken_job_checkpoint_tier_timestamp_seconds",
+        "gauge",
+        "With --publish-to: Unix time of the newest whole checkpoint of a tier: local, mirrored, published.",
+        ("kind",),
+    ),
+    Family("unbroken_job_checkpoint_tier_step", "gauge", "Step of that checkpoint, where it tells.", ("kind",)),
+    Family(
         "unbroken_job_checkpoints",
         "gauge",
         "Checkpoints that are seen: complete, incomplete, or suspect (written after the numbers went wrong).",

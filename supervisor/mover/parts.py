@@ -108,9 +108,9 @@ class LocalParts:
         files = {file: version for file, version in own.items() if not is_temporary(os.path.basename(file))}
         single = name in versions
         stood_s = self._stood_s(name, versions, now)
-        verdict, needs = self._verdict(name, versions, stood_s > 0 or at_rest)
+        verdict, needs, is_new = self._verdict(name, versions, stood_s > 0 or at_rest)
         newest_ns = max((at for _, at in files.values()), default=0)
-        whole = verdict is not None and verdict.complete and not foreign
+        whole = verdict is not None and verdict.complete and is_new and not foreign
         still = at_rest or whole or stood_s >= STILL_S
         too_many = len(files) > FILES_IN_PART
         format_name = verdict.format if verdict is not None else "folder"
@@ -152,13 +152,14 @@ class LocalParts:
 
     def _verdict(
         self, name: str, versions: dict[str, Version], may_read: bool
-    ) -> tuple[Checkpoint | None, dict[str, int]]:
-        """Read again only when it has changed, and not while it changes with each look."""
+    ) -> tuple[Checkpoint | None, dict[str, int], bool]:
+        """The verdict, what it needs, and whether that is of these very files. Read again only when they have changed,
+        and not while they change with each look."""
         known = self._judged.get(name)
-        if known is not None and known[0] == versions:
-            return known[1], known[2]
+        if known is not None and (known[0] == versions or not may_read):
+            return known[1], known[2], known[0] == versions
         if not may_read:
-            return (known[1] if known is not None else None), {}
+            return None, {}, False
         verdict = self._inspect(self.folder / name)
         needs: dict[str, int] = {}
         for file in versions:
@@ -170,7 +171,7 @@ class LocalParts:
                     continue
                 needs.update({f"{folder}/{one}" if folder else one: size for one, size in found.items()})
         self._judged[name] = (versions, verdict, needs)
-        return verdict, needs
+        return verdict, needs, True
 
     def _attempt(self, name: str, newest_ns: int, attempt: int, since: float) -> int:
         known = self._notes.attempts.get(name)

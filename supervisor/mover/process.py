@@ -29,7 +29,6 @@ from recovery.tiers import (
     NodeTiers,
     NotBrought,
     PartFile,
-    PartSource,
     Save,
     SaveKey,
     SavePart,
@@ -42,6 +41,7 @@ from supervisor.logs import configure
 from supervisor.mover.copying import CopyError, CopyPace, copy, need_room
 from supervisor.mover.parts import LocalParts, Seen
 from supervisor.mover.peer import Mirrors, PeerError, PeerServer, call, fetch_file, send_part
+from supervisor.mover.protocol import MoverOrders, MoverSetup, MoverStatus
 from supervisor.mover.publish import Publisher
 from supervisor.wire.authentication import SharedSecret
 from supervisor.wire.tls import client_context
@@ -56,53 +56,6 @@ FAILED_KEPT: Final = 16
 SET_BEFORE: Final = "replaced by the copy that all nodes of the next attempt have"
 
 log = logging.getLogger("unbroken.mover")
-
-
-class MoverSetup(msgspec.Struct, frozen=True, kw_only=True):
-    node: str
-    checkpoint_dir: str
-    publish_to: str
-    job_dir: str
-    token_file: str
-    shared_token: bool = False
-    """The token's file was named by a person."""
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
-    nodes: int = 1
-
-
-class MoverOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is wanted of the mover now."""
-
-    paths: tuple[str, ...] = ()
-    """The saves that the agent sees in the checkpoint folder, the newest first."""
-    attempt: int = 0
-    since: float = 0.0
-    """When its ranks were let in on this node, Unix time."""
-    rest: int = 0
-    """Grows whenever no rank is left that could write: the next look takes what is there as it is."""
-    at_rest: bool = False
-    peer: PartSource | None = None
-    """Who mirrors this node's parts."""
-    commit: tuple[Save, ...] = ()
-    bring: BringBack | None = None
-    bring_number: int = 0
-
-
-class MoverStatus(msgspec.Struct, frozen=True, kw_only=True):
-    tiers: NodeTiers
-    rested: int = 0
-    """The newest `rest` that a look has answered."""
-    brought: int = 0
-    """The newest `bring_number` that is done with, well or not."""
-    bring_problem: str = ""
-    brought_bytes: int = 0
-    mirrored_bytes: int = 0
-    published_bytes: int = 0
-    behind_s: float = 0.0
-    """How long the oldest part that is to be copied has waited."""
-    problems: tuple[str, ...] = ()
 
 
 class Mover:
@@ -377,7 +330,7 @@ class Mover:
                         left.remove(name)
                 finally:
                     connection.close()
-            except (OSError, PeerError) as error:
+            except (OSError, PeerError, CopyError) as error:
                 problems[source.owner] = f"{source.node} does not give the part of {source.owner}: {error}"
         if left and wanted.published:
             left = self._from_published(save, left, problems)
@@ -390,10 +343,15 @@ class Mover:
         done: list[str] = []
         for name in names if mirror is not None else []:
             assert mirror is not None
-            copied = copy(self._mirrors.data(owner, save.key), name, self._folder, name, _hurried(), lambda _: None)
+            try:
+                copied = copy(self._mirrors.data(owner, save.key), name, self._folder, name, _hurried(), lambda _: None)
+            except (OSError, CopyError) as error:
+                log.warning("our mirror of %s cannot be used: %s", name, error)
+                continue
             if copied.crc != mirror.crcs.get(name) or copied.size != sizes[name][0]:
+                log.warning("our mirror of %s is damaged", name)
                 (self._folder / name).unlink()
-                raise CopyError(f"the mirror of {name} is damaged")
+                continue
             done.append(name)
         return done
 
@@ -502,17 +460,17 @@ class Mover:
             ]
             tiers = NodeTiers(
                 parts=own,
-                mirrors=(*self._mirrors.parts, *brought[-64:]),
+                mirrors=tuple({(one.owner, one.key): one for one in (*brought[-64:], *self._mirrors.parts)}.values()),
                 staged=tuple(sorted((key.name, key.attempt, key.stamp) for key in self._staged)),
                 published=published,
                 failed=tuple(self._failed.values()),
                 port=self._server.port,
                 tls=self._tls_server is not None,
                 shared=self._shared,
+                rested=self._rested,
             )
             return MoverStatus(
                 tiers=tiers,
-                rested=self._rested,
                 brought=self._brought,
                 bring_problem=self._bring_problem,
                 brought_bytes=self._counts["brought"],

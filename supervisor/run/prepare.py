@@ -29,10 +29,13 @@ import msgspec
 from diagnosis.text import redact_words
 from recovery.scheduling import JobThere, slurm_job
 from recovery.snapshot_memory import make_slots
+from recovery.tiers import MIRRORS
 from supervisor.config import NodePlan, RunSettings, Settings, absolute, load_site
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
 from supervisor.files import Here, make_shared, read_token
 from supervisor.messages import JobSpec
+from supervisor.mover.copying import CopyError, make_private
+from supervisor.mover.publish import same_file_system, why_not_published
 from supervisor.node_health.storage import mount_of, parse_mountinfo
 from supervisor.paths import JOBS, LocalPaths, local_dir, start_time, write_atomically
 from supervisor.run.lease import Holder, Lease, holder_here, take
@@ -120,6 +123,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     job_dir, name = _job_folder(options, read, index, job_id, Path(environment.get("SLURM_SUBMIT_DIR") or cwd), cwd)
     node = _node_name(options, environment)
     _check_token(job_dir, options)
+    about_tiers = _check_publishing(settings, cwd)
     local = take_local_folder(name, job_dir, node)
     lease: Lease | None = None
     try:
@@ -154,7 +158,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         keeper_env=_keeper_env(read, environment),
         runs_controller=lease is not None and not has_service(job_dir, settings),
         others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
-        notices=read.notices,
+        notices=(*read.notices, *about_tiers),
         local=local,
         lease=lease,
         slots=slots,
@@ -195,6 +199,36 @@ def _settled(settings: Settings, cwd: Path) -> Settings:
     return msgspec.structs.replace(settings, run=run)
 
 
+def _check_publishing(settings: Settings, cwd: Path) -> tuple[str, ...]:
+    """See that checkpoints on this node's own disk can be published; what is only a pity. Raises LaunchRefused."""
+    publish_to, folders = settings.checkpoint.publish_to, settings.run.checkpoint_dirs
+    if not publish_to:
+        return ()
+    if len(folders) != 1:
+        raise LaunchRefused(
+            "--publish-to needs one --checkpoint-dir: the folder on each node's own disk that the script writes to"
+        )
+    local = cwd / folders[0]
+    if why := why_not_published(Path(publish_to), local):
+        raise LaunchRefused(f"--publish-to {publish_to}: {why}")
+    try:
+        local.mkdir(parents=True, exist_ok=True)
+        make_private(local / MIRRORS)
+    except FileExistsError:
+        raise LaunchRefused(f"--checkpoint-dir {local} is a file: name a folder on this node's own disk") from None
+    except (OSError, CopyError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise LaunchRefused(f"--checkpoint-dir {local} cannot be written: {why}") from None
+    if same_file_system(local, Path(publish_to)):
+        return (
+            (
+                f"{local} and {publish_to} are on the same file system: checkpoints are copied, and nothing is gained. "
+                "Give --checkpoint-dir a folder on each node's own disk"
+            ),
+        )
+    return ()
+
+
 def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequence[str], cwd: Path) -> JobSpec:
     hang, opinion = options.settings.hang, options.settings.opinion
     spec = JobSpec(
@@ -204,6 +238,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         spares=options.run.spares,
         mode=options.run.mode,
         checkpoint_dirs=tuple(str(cwd / folder) for folder in options.run.checkpoint_dirs),
+        publish_to=str(cwd / options.settings.checkpoint.publish_to) if options.settings.checkpoint.publish_to else "",
         has_restart_args=bool(options.run.restart_args),
         command=redact_words(command),
         opinion_below=opinion.below if opinion.backend != "none" else 0.0,

@@ -13,6 +13,7 @@ import yaml
 
 from diagnosis.health import Level
 from diagnosis.taxonomy import FailureClass
+from recovery.tiers import TIERS
 from supervisor.agent.metrics import AGENT, GPU_STATES
 from supervisor.cli.main import main
 from supervisor.metrics.table import AGENT_LABELS, CONTROLLER, CONTROLLER_LABELS, OUTCOMES, WAITING
@@ -113,7 +114,7 @@ def test_selectors_match_what_is_told(path: Path) -> None:
     """A label that no daemon gives, or a value that it never has, would make an alert that can never fire."""
     known = families()
     values = {
-        "kind": {*WAITING, *RESPONDS},
+        "kind": {*WAITING, *RESPONDS, *TIERS},
         "unbroken_job_state": {*get_args(JobStateName), "HUNG"},
         "unbroken_job_outcome": {*OUTCOMES},
         "unbroken_gpu_health": {*GPU_STATES},

@@ -175,6 +175,15 @@ def test_a_published_save_is_usable_when_all_its_nodes_are_gone() -> None:
     assert not wanted.sources
 
 
+def test_copies_that_were_brought_hide_nothing() -> None:
+    """They are whole by the word of who brought them, and do not tell what is needed."""
+    first, second = two(10)
+    brought = tuple(SavePart(**{**_fields(one), "needs": (), "whole": True}) for one in (first, second))
+    reports = {"a": NodeTiers(parts=(first,), mirrors=brought[1:]), "c": NodeTiers(mirrors=brought)}
+    (joined,) = join(reports, everybody("a", "c"), set())
+    assert joined.usable
+
+
 def test_staged_means_every_part() -> None:
     first, second = two(10)
     key = (tuple(first.key),)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,6 +198,68 @@ def test_a_save_is_published_only_when_every_part_is_staged(node: Callable[[str]
     assert not back.sources
     c.mover.bring(back, 1)
     assert content_of(c.folder) == content
+
+
+def test_with_the_mirror_gone_too_the_published_save_is_left(node: Callable[[str], Node]) -> None:
+    a, b = node("a"), node("b")
+    content = dcp([a, b], 10)
+    a.look(), b.look(peer=a.source())
+    assert b.mover.mirror()
+    assert a.mover.stage()
+    assert b.mover.stage()
+    a.look(commit=(save_of([a, b]),))
+    assert a.mover.commit()
+    shutil.rmtree(a.mover._mirrors.home / "b")
+    b.mover._server.close()
+    back = wanted([a, b], "step-10", {"a", "b"})
+    assert back.published
+    a.mover.bring(back, 1)
+    assert a.mover.status().bring_problem == ""
+    assert content_of(a.folder) == content
+
+
+def test_a_link_that_is_cut_in_the_middle_leaves_the_rest_to_another_source(
+    node: Callable[[str], Node],
+) -> None:
+    """The peer sends half of a file and is gone; the other mirror gives it."""
+    a, b, c = node("a"), node("b"), node("c")
+    content = dcp([a, b], 10)
+    b.look(peer=c.source())
+    assert b.mover.mirror()
+    a.look(), c.look()
+    back = wanted([a, b, c], "step-10", {"a", "b", "c"})
+    cut = half_way(b.mover._server.port)
+    sources = tuple(
+        PartSource(**{**{name: getattr(one, name) for name in one.__struct_fields__}, "port": cut})
+        if one.node == "b"
+        else one
+        for one in back.sources
+    )
+    a.mover.bring(BringBack(save=back.save, sources=sources[:-1]), 1)
+    assert "hung up" in a.mover.status().bring_problem
+    assert not list(a.folder.rglob("*partial"))
+    a.mover.bring(BringBack(save=back.save, sources=sources), 2)
+    assert a.mover.status().bring_problem == ""
+    assert content_of(a.folder) == content
+
+
+def half_way(port: int) -> int:
+    """A port that passes on what comes, and cuts the link after 100 kB of answers."""
+    listening = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            caller, _ = listening.accept()
+            with caller, socket.create_connection(("127.0.0.1", port)) as callee:
+                left, both = 100_000, {caller: callee, callee: caller}
+                while left > 0:
+                    for ready in select.select(list(both), [], [], 5)[0]:
+                        data = ready.recv(16384)
+                        left = 0 if not data else left - len(data) * (ready is callee)
+                        both[ready].sendall(data)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return int(listening.getsockname()[1])
 
 
 def test_what_somebody_else_put_there_is_never_replaced(node: Callable[[str], Node]) -> None:

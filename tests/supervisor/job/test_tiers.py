@@ -1,0 +1,227 @@
+"""The job with checkpoints on the nodes' own disks: what it chooses, what it asks nodes for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recovery.tiers import NodeTiers, NotBrought, PartFile, PublishedSave, SavePart
+from supervisor import messages as m
+
+HERE = "/local/ckpt"
+
+
+def part(node: str, step: int, attempt: int = 1) -> SavePart:
+    """Node a has `.metadata`."""
+    rank = "ab".index(node)
+    save = f"step-{step}"
+    names = [f"{save}/__{rank}_0.distcp", *([f"{save}/.metadata"] if node == "a" else [])]
+    needs = [f"{save}/__0_0.distcp", f"{save}/__1_0.distcp"] if node == "a" else []
+    return SavePart(
+        name=save,
+        owner=node,
+        attempt=attempt,
+        format="dcp",
+        step=step,
+        modified_at=1000.0 + step,
+        files=tuple(PartFile(name=name, size=10) for name in names),
+        needs=tuple(PartFile(name=name, size=10) for name in needs),
+    )
+
+
+class Cluster:
+    """Nodes a and b run, c is a spare."""
+
+    def __init__(self, make_driver: Any) -> None:
+        self.driver = make_driver(
+            nodes_min=2, nodes_max=2, spares=1, checkpoint_dirs=(HERE,), publish_to="/shared", mode="enforce"
+        )
+        self.reports = {name: NodeTiers(port=7000) for name in "abc"}
+        for name in "ab":
+            self.driver.join(name)
+        self.driver.join("c", spare=True)
+        for name in "abc":
+            self.tell(name)
+        self.work_out()
+        self.driver.up()
+
+    def tell(self, node: str, **changed: Any) -> None:
+        fields = {name: getattr(self.reports[node], name) for name in NodeTiers.__struct_fields__}
+        self.reports[node] = NodeTiers(**{**fields, **changed})
+        self.driver.tell(m.TiersSeen, node=node, tiers=self.reports[node])
+
+    def work_out(self) -> None:
+        if "tiers" in self.driver.job.timers:
+            self.driver.fire("tiers")
+
+    def save(self, *steps: int, mirrored: bool = True) -> None:
+        parts = {node: tuple(part(node, step) for step in sorted(steps, reverse=True)) for node in "ab"}
+        peers = {node: self.driver.told[node].tiers.peer.node for node in "ab"}
+        for node in "ab":
+            self.tell(node, parts=parts[node])
+        for node, peer in peers.items() if mirrored else ():
+            self.tell(peer, mirrors=(*self.reports[peer].mirrors, *parts[node]))
+        self.work_out()
+
+    def rest(self, *nodes: str) -> None:
+        for node in nodes:
+            self.tell(node, rested=self.driver.number - 1)
+        self.work_out()
+
+    def lose(self, node: str) -> None:
+        self.driver.tell(m.NodeLost, node=node, silent_s=30.0)
+        while self.driver.state == "DIAGNOSING":
+            self.driver.fire("evidence")
+        self.work_out()
+
+    def of(self, node: str) -> m.Assignment:
+        return self.driver.told[node]
+
+
+@pytest.fixture
+def cluster(make_driver: Any) -> Cluster:
+    return Cluster(make_driver)
+
+
+def test_each_node_has_a_peer_and_the_spare_may_be_one(cluster: Cluster) -> None:
+    peers = {node: cluster.of(node).tiers.peer.node for node in "abc"}
+    assert set(peers.values()) == set("abc")
+    assert all(node != peer for node, peer in peers.items())
+
+
+def test_the_next_attempt_resumes_from_what_survivors_hold(cluster: Cluster) -> None:
+    cluster.save(10)
+    cluster.save(10, 20, mirrored=False)
+    cluster.lose("b")
+    cluster.rest("a", "c")
+    for node in "ac":
+        order = cluster.of(node)
+        assert (order.stage, order.resume.path, order.resume.step) == ("form", f"{HERE}/step-10", 10)
+        assert order.tiers.bring.save.name == "step-10"
+        assert [step.path for step in order.prepare] == [f"{HERE}/step-20"], "on every node"
+        assert {source.owner for source in order.tiers.bring.sources} == {"a", "b"}
+        assert not {source.node for source in order.tiers.bring.sources} & {"b"}
+
+
+def test_what_nodes_have_not_told_yet_is_neither_offered_nor_moved(cluster: Cluster) -> None:
+    """Node b has not looked since the crash: its part of step 20 may be there."""
+    cluster.save(10)
+    cluster.tell("a", parts=(part("a", 20), part("a", 10)))
+    cluster.work_out()
+    cluster.driver.crash("a", 1)
+    cluster.rest("a")
+    order = cluster.of("a")
+    assert (order.stage, order.resume.path, order.prepare) == ("form", "", ())
+    number = cluster.driver.number
+    cluster.tell("b", parts=(part("b", 20), part("b", 10)))
+    cluster.rest("b")
+    assert cluster.of("a").resume.path == f"{HERE}/step-20"
+    assert cluster.driver.number > number, "nodes prepare once more"
+
+
+def test_news_are_worked_out_before_launchers_are_let_go(cluster: Cluster) -> None:
+    cluster.save(10)
+    cluster.driver.crash("a", 1)
+    for node in "ab":
+        cluster.tell(node, rested=1)
+    for node, step in (("a", 20), ("b", 20)):
+        cluster.tell(node, parts=(part(node, step), part(node, 10)))
+    number = cluster.driver.number
+    for node in "ab":
+        offer = m.StoreOffer(host=node, port=1, local_world_size=2)
+        cluster.driver.tell(m.LauncherReady, node=node, attempt=number, offer=offer)
+    assert cluster.of("a").resume.path == f"{HERE}/step-20"
+    assert (cluster.of("a").stage, cluster.driver.number) == ("form", number + 1)
+
+
+def test_a_save_that_a_node_cannot_get_gives_way_to_an_older_one(cluster: Cluster) -> None:
+    cluster.save(10, 20)
+    cluster.lose("b")
+    cluster.rest("a", "c")
+    assert cluster.of("c").resume.step == 20
+    cluster.tell("c", failed=(NotBrought(name="step-20", attempt=1, why="the link is cut"),))
+    cluster.work_out()
+    assert cluster.of("c").resume.step == 10
+    assert cluster.of("c").tiers.bring.save.name == "step-10"
+
+
+def test_with_its_peer_gone_too_the_published_one_is_left(cluster: Cluster) -> None:
+    cluster.save(10, 20)
+    published = (PublishedSave(name="step-10", attempt=1, format="dcp", step=10),)
+    for node in "abc":
+        cluster.tell(node, published=published, mirrors=())
+    cluster.work_out()
+    cluster.lose("b")
+    cluster.rest("a", "c")
+    bring = cluster.of("a").tiers.bring
+    assert cluster.of("a").resume.step == 10
+    assert bring.published
+
+
+def test_one_node_commits_once_every_part_is_staged(cluster: Cluster) -> None:
+    cluster.save(10)
+    key = (("step-10", 1, 0),)
+    cluster.tell("b", staged=key)
+    cluster.work_out()
+    assert not any(cluster.of(node).tiers.commit for node in "abc")
+    cluster.tell("a", staged=key)
+    cluster.work_out()
+    assert [save.name for save in cluster.of("a").tiers.commit] == ["step-10"]
+    assert not cluster.of("b").tiers.commit
+    assert not cluster.of("a").tiers.drained
+    cluster.tell("a", published=(PublishedSave(name="step-10", attempt=1, format="dcp", step=10),))
+    cluster.work_out()
+    assert not cluster.of("a").tiers.commit
+    assert cluster.of("a").tiers.drained
+
+
+def test_at_the_end_no_node_leaves_before_all_have_told_their_last_save(cluster: Cluster) -> None:
+    cluster.save(10)
+    cluster.tell("a", published=(PublishedSave(name="step-10", attempt=1, format="dcp", step=10),))
+    cluster.work_out()
+    assert cluster.of("a").tiers.drained
+    cluster.driver.order("stop")
+    assert not cluster.of("a").tiers.drained
+    cluster.tell("a", rested=1)
+    cluster.tell("b", rested=1, parts=(part("b", 20), part("b", 10)))
+    cluster.work_out()
+    assert cluster.of("b").tiers.drained, "node a has no part of step 20: it will never be whole"
+
+
+def test_the_view_says_where_checkpoints_are(cluster: Cluster) -> None:
+    cluster.save(10)
+    view = cluster.driver.job.view()
+    assert [(one.path, one.where) for one in view.checkpoints] == [(f"{HERE}/step-10", ("local", "mirrored"))]
+    assert [(one.tier, one.step) for one in view.tiers] == [("local", 10), ("mirrored", 10)]
+
+
+def test_a_requeued_job_has_what_was_published(cluster: Cluster) -> None:
+    cluster.save(10)
+    cluster.tell("a", published=(PublishedSave(name="step-10", attempt=1, format="dcp", step=10),))
+    cluster.work_out()
+    cluster.driver.order("stop")
+    cluster.driver.tell(m.JobRequeued, requeues=1)
+    cluster.driver.tell(m.JobDefined, spec=cluster.driver.job.spec)
+    cluster.driver.join("x", "y")
+    if "gather" in cluster.driver.job.timers:
+        cluster.driver.fire("gather")
+    order = cluster.of("x")
+    assert order.resume.path == f"{HERE}/step-10"
+    assert order.tiers.bring.published
+
+
+def test_a_replay_decides_the_same(cluster: Cluster) -> None:
+    cluster.save(10, 20)
+    cluster.lose("b")
+    cluster.rest("a", "c")
+    assert cluster.driver.replayed().view() == cluster.driver.job.view()
+
+
+def test_without_a_folder_to_publish_to_nothing_is_asked_for(make_driver: Any) -> None:
+    driver = make_driver(checkpoint_dirs=(HERE,))
+    driver.join("a")
+    driver.tell(m.TiersSeen, node="a", tiers=NodeTiers(parts=(part("a", 10),)))
+    assert driver.told["a"].tiers is None
+    assert "tiers" not in driver.job.timers
+    assert driver.job.view().checkpoints == ()
