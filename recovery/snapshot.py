@@ -58,7 +58,7 @@ WORDS = PAGE // 8
 PIECE_BYTES = 8 << 20
 """The sums are made in pieces of this size: so soon they stop when the memory is wanted."""
 SUMS_AFTER_S = 0.1
-"""So long after a save they begin: training, and the save in the background, go first."""
+"""So long after the save of a large state they begin: training, and the save in the background, go first."""
 BUCKETS = 8
 """So many digests of replicas at most."""
 SHARED_COPY_BYTES = 32 << 20
@@ -478,7 +478,7 @@ class RankMemory:
 
         def work() -> None:
             try:
-                self.stop_summing.wait(SUMS_AFTER_S)
+                self.stop_summing.wait(SUMS_AFTER_S if layout.size >= SHARED_COPY_BYTES else 0.0)
                 found = sums(array, layout.ranges, self.stop_summing.is_set)
                 if found is not None:
                     replicas = dict(zip(layout.names, found))
