@@ -66,7 +66,8 @@ def find_checkpoints(path: Path, formats: Sequence[CheckpointFormat] = DEEP) -> 
     walk = FolderWalk(lambda one, _: recognize(Path(one), formats) is not None, Listings())
     found = walk.find([path]).checkpoints
     if not found:
-        raise NotVerifiable(f"no checkpoint was found in {path}, nor three levels below it")
+        where = "it holds more than is looked at" if walk.cut_short else "nor three levels below it"
+        raise NotVerifiable(f"no checkpoint was found in {path}, {where}")
     return [Path(one) for one in sorted(found, key=lambda one: (found[one], one))], walk.cut_short
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 import msgspec
 
+from diagnosis.signals import clean_line
 from recovery.checkpoint import judgement
 from supervisor.cli.job_commands import JobHandle, job_options, status_from_journal
 from supervisor.cli.output import print_answer, warn
@@ -58,7 +59,7 @@ def verify(paths: tuple[str, ...], as_json: bool) -> None:
     problems: list[str] = []
     rows = list(_verified(paths, problems))
     for problem in problems:
-        warn(problem)
+        warn(clean_line(problem, 1000))
     answer = {"schema": 1, "checkpoints": rows, "problems": problems}
     if rows or as_json:
         print_answer(answer, as_json, render.verified)

@@ -111,6 +111,7 @@ def seconds(value: float | None) -> str:
 
 # ----- checkpoints -----
 
+PATH_LIMIT: Final = 4096
 VERDICT_STYLES: Final = {"whole": "green", "incomplete": "yellow", "in doubt": "yellow"}
 
 
@@ -126,7 +127,7 @@ def checkpoints(answer: dict[str, Any]) -> None:
         for one in answer["checkpoints"]:
             age = seconds(max(0.0, (now - _time(one["modified_at"])).total_seconds()))
             where = ", ".join(one.get("where") or ())
-            path = f"{one['path']} (of {one['copy_of']})" if one.get("copy_of") else one["path"]
+            path = clean_line(f"{one['path']} (of {one['copy_of']})" if one.get("copy_of") else one["path"], PATH_LIMIT)
             table.add_row(*_what(one)[:1], age, *_what(one)[1:], _verdict(one), where, path, one.get("why", ""))
         parts += [Text(""), table]
     _print(*parts)
@@ -170,8 +171,12 @@ def size_text(size: float) -> str:
 def verified(answer: dict[str, Any]) -> None:
     table = _table("verdict", "step", "size", "format", "ranks", "tensors", "path", "why")
     for one in answer["checkpoints"]:
-        table.add_row(_verdict(one), *_what(one), str(one["tensors"]), one["path"], one["why"])
-    remarks = [Text(f"{one['path']}: {remark}") for one in answer["checkpoints"] for remark in one["remarks"]]
+        table.add_row(_verdict(one), *_what(one), str(one["tensors"]), clean_line(one["path"], PATH_LIMIT), one["why"])
+    remarks = [
+        Text(clean_line(f"{one['path']}: {remark}", PATH_LIMIT))
+        for one in answer["checkpoints"]
+        for remark in one["remarks"]
+    ]
     _print(table, *remarks)
 
 

@@ -55,6 +55,15 @@ def test_a_remote_one_has_the_name_that_was_given(tmp_path: Path) -> None:
     assert [one["path"] for one in answer(result)["checkpoints"]] == [url]
 
 
+def test_a_name_that_would_forge_a_line(tmp_path: Path) -> None:
+    source = unpack("safetensors", tmp_path) / "model_20.safetensors"
+    source.rename(tmp_path / "a\nwhole\x1b[31m_1.safetensors")
+    result = CliRunner().invoke(main, ["checkpoints", "verify", str(tmp_path / "a\nwhole\x1b[31m_1.safetensors")])
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 3, "the head, the checkpoint, and the remark about its mask"
+    assert "\x1b" not in result.stdout
+
+
 def test_what_a_restart_would_lose() -> None:
     known = {"path": "/c/step-40", "step": 40, "loses_steps": 12, "loses_s": 200.0, "why": ""}
     assert "12 steps (3 min 20 s)" in restart_line(known)
