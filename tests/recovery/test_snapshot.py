@@ -246,16 +246,20 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from recovery import snapshot
-base = torch.arange(60_000, dtype=torch.int64)
+base = torch.arange(800_000, dtype=torch.int64)
 parts = [torch.ones(n % 50) for n in range(100)]
 print("ready", flush=True)
 for line in sys.stdin:                       # a start: from this step on
     pid = os.fork()
     if pid == 0:
         step = int(line)
+        base += step
         while True:
             step += 1
-            snapshot.save({"base": base + step, "parts": [part * step for part in parts], "step": step}, step)
+            base += 1
+            for part in parts:
+                part.fill_(step)
+            snapshot.save({"base": base, "parts": parts, "step": step}, step)
             os.write(1, f"{step}\\n".encode())
     os.write(1, f"pid {pid}\\n".encode())
     os.waitpid(pid, 0)
@@ -263,7 +267,7 @@ for line in sys.stdin:                       # a start: from this step on
 """
 
 
-@pytest.mark.parametrize("kills", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [40, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_a_kill_at_any_moment_leaves_the_snapshot_before(
     kills: int, slots: list[snapshot_memory.Slot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,12 +284,17 @@ def test_a_kill_at_any_moment_leaves_the_snapshot_before(
         torn = 0
         for _ in range(kills):
             print(done, file=process.stdin, flush=True)
-            while not (line := process.stdout.readline()).startswith("pid"):
-                done = int(line)
-            until = time.monotonic() + chance.uniform(0.001, 0.012)
+            pid, saves = 0, 0
+            while not pid or saves < 2:  # from then on it is in the middle of a save nearly all the time
+                line = process.stdout.readline()
+                if line.startswith("pid"):
+                    pid = int(line.split()[1])
+                else:
+                    done, saves = int(line), saves + 1
+            until = time.monotonic() + chance.uniform(0.0, 0.01)
             while time.monotonic() < until:
                 pass
-            os.kill(int(line.split()[1]), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             while (line := process.stdout.readline()) != "ended\n":
                 done = int(line)
             held = steps(slots)
@@ -300,8 +309,8 @@ def test_a_kill_at_any_moment_leaves_the_snapshot_before(
                 assert all(bool((part == step).all()) for part in state["parts"])
             done = max(held, default=0)
         process.stdin.close()
-    assert torn > kills // 10, "the kills hit no save"
-    assert done > kills // 10
+    assert torn >= kills // 40, "the kills hit no save"
+    assert done > 2 * kills
 
 
 def test_memory_of_control_groups_counts(tmp_path: Path) -> None:
