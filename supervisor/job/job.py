@@ -570,6 +570,8 @@ class Job:
     def _node_done(self, event: m.NodeDone) -> Wants:
         if self.nodes.get(event.node) is not None:
             self.nodes.set_done(event.node)
+            if self.tiers.are_on:
+                self.nodes.touch_all()  # what it was to publish, another one may
             yield from self.scheduler.leave()
 
     def _versions_compared(self, event: m.VersionsCompared) -> Wants:

@@ -149,8 +149,8 @@ class Tiers:
         found: dict[str, tuple[Save, ...]] = {}
         for one in self.saves():
             if one.whole and one.staged and not one.rewritten and "published" not in one.tiers:
-                there = [name for name in one.save.owners if self._nodes.is_present(name)]
-                node = there[0] if there else next((node.name for node in self._nodes if node.present), "")
+                there = [name for name in one.save.owners if self._is_there(name)]
+                node = there[0] if there else next((node.name for node in self._nodes if self._is_there(node.name)), "")
                 found[node] = (*found.get(node, ()), one.save)
         return found
 

@@ -189,6 +189,17 @@ def test_at_the_end_no_node_leaves_before_all_have_told_their_last_save(cluster:
     assert cluster.of("b").tiers.drained, "node a has no part of step 20: it will never be whole"
 
 
+def test_what_a_node_leaves_unpublished_at_the_end_another_one_publishes(cluster: Cluster) -> None:
+    cluster.save(10)
+    cluster.driver.order("stop")
+    for node in "ab":
+        cluster.tell(node, rested=1, staged=(("step-10", 1, 0),))
+    cluster.work_out()
+    assert cluster.of("a").tiers.commit
+    cluster.driver.tell(m.NodeDone, node="a")
+    assert cluster.of("b").tiers.commit
+
+
 def test_the_view_says_where_checkpoints_are(cluster: Cluster) -> None:
     cluster.save(10)
     view = cluster.driver.job.view()
