@@ -60,6 +60,7 @@ BESIDE_OTHERS = (
 """Where tests start real processes, or ask real sockets and clocks, several tests on few cores: each has one more try,
 and the summary names it. A test of the core that fails has failed."""
 
+SHARE_A_KEEPER = "tests/training/"
 MAY_BE_SKIPPED = "gpu"
 """The one marker whose tests may be skipped under --skips-fail: no CI machine has one."""
 
@@ -123,14 +124,17 @@ def _dealt(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
 
     Each piece begins with its share of the long tests, the longest first; the many short ones behind them are what is
     stolen. Else the last quarter of an hour would belong to one worker. Every fifth worker begins with short ones: they
-    need the cores while the long ones wait.
+    need the cores while the long ones wait. The last one begins with those that share a keeper, which has torch to
+    import in each worker that has one of them.
     """
     long = sorted((item for item in items if _lasts_s(item)), key=_lasts_s, reverse=True)
-    short = [item for item in items if not _lasts_s(item)]
+    together = [item for item in items if not _lasts_s(item) and item.nodeid.startswith(SHARE_A_KEEPER)]
+    short = [item for item in items if not _lasts_s(item) and not item.nodeid.startswith(SHARE_A_KEEPER)]
     dealt: list[pytest.Item] = []
     with_long = workers - workers // 5
     for number in range(workers):
         mine = long[number::with_long] if number < with_long else []
+        mine += together if number == workers - 1 else []
         room = max(0, (len(items) - len(dealt)) // (workers - number) - len(mine))
         dealt += [*mine, *short[:room]]
         short = short[room:]
@@ -143,6 +147,8 @@ def _lasts_s(item: pytest.Item) -> float:
     marker = item.get_closest_marker("lasts")
     if marker:
         return float(marker.args[0])
+    if item.nodeid.startswith(SHARE_A_KEEPER):
+        return 0.0
     return 15.0 if item.get_closest_marker("e2e") or item.get_closest_marker("slurm") else 0.0
 
 
