@@ -543,7 +543,7 @@ def mend_pointers(folder: Path, chosen: Checkpoint | None, bounds: Bounds | None
         if named in names and not os.path.lexists(folder / named):
             why = f"it names {named}, which was moved aside, and there is no complete one"
             records.append(_mended("pointer", path, text, name and text.removesuffix(named) + name, why, bounds))
-    for path in (folder / tracker for tracker in TRACKERS):
+    for path in (folder / tracker for tracker in TRACKERS if not (folder / tracker).is_symlink()):
         records += () if bounds.why_not(path) else _mended_tracker(path, chosen, bounds)
     return records
 

@@ -87,7 +87,9 @@ def plan_for(case: LossCase) -> LossPlan:
         why = f"it goes wrong at the same place again, although up to {max(skipped)} batches were left out there"
         return LossPlan(kind="hold", why=why, situation=situation, step=step)
     in_force = case.skipped_after[1] if case.skipped_after[0] == step else 0
-    wanted = max(case.step, first) - step + alarm.interval + in_force
+    newest = max(case.step, first)
+    after = max(margin(alarm), newest - first)  # the bad place may reach further than what was seen of it
+    wanted = newest + after - step + in_force
     if wanted <= MOST_SKIPPED:
         again = "it went wrong at the same place before" if same else f"the loss went wrong at step {first}"
         why = f"{again}: back to step {step}, and the {wanted} batches after it are left out"

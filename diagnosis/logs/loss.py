@@ -225,11 +225,12 @@ class LossWatch:
         share = self._lost_share(level + height, level)
         if share is not None and share < LITTLE:
             return None
-        kind: Literal["spike", "divergence"] = "divergence" if share is not None and share > MUCH else "spike"
         if height > (HIGH_UNKNOWN if share is None else HIGH):
-            return kind
-        if self._bad >= MORE and (_scatter(values) > RESTLESS * max(noise, 0.01) or _rises(values, noise)):
-            return kind
+            return "spike"
+        if self._bad >= MORE and _rises(values, noise):
+            return "divergence" if share is not None and share > MUCH else "spike"
+        if self._bad >= MORE and _scatter(values) > RESTLESS * max(noise, 0.01):
+            return "spike"
         return "divergence" if self._bad >= MOST and share is not None and share > NEXT_TO_ALL else None
 
     def _adopt(self, rate: float | None) -> None:

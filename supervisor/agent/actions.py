@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from recovery.checkpoint import PutBack
+from recovery.checkpoint import ROLLED_BACK, Preparation, PutBack, SetAside
 from recovery.cordon import DrainRequest, clean_reason, may_be_asked, request_file
 from recovery.quarantine import PreparationError, prepare
 from recovery.snapshot_memory import CHOSEN_VARIABLE, FILES_VARIABLE
@@ -140,6 +140,11 @@ class LauncherSocket:
         self._clear()
         answer.set_result(body)
         return True
+
+
+def _changes_what_is_newest(step: Preparation) -> bool:
+    """Others than before are among the newest then, and only the newest are reported."""
+    return isinstance(step, PutBack) or (isinstance(step, SetAside) and step.why.startswith(ROLLED_BACK))
 
 
 WRITE_S = 5.0
@@ -327,7 +332,7 @@ class ActionRunner:
                 self._state.notices.show(line)
         if bounds.placed:
             self._checkpoints.placed(bounds.placed)
-        if bounds.placed or any(isinstance(step, PutBack) for step in assignment.prepare):
+        if bounds.placed or any(map(_changes_what_is_newest, assignment.prepare)):
             await self._checkpoints.scan_now()
         self._state.prepare_error = ""
         self._state.saved.prepared = attempt

@@ -97,7 +97,7 @@ class RankMonitor:
         return {path: offset for tracker in self._trackers.values() for path, offset in tracker.offsets().items()}
 
     def close(self) -> None:
-        self._curves = {rank: tracker.curves for rank, tracker in self._trackers.items()}
+        self._curves |= {rank: tracker.curves for rank, tracker in self._trackers.items()}
         for tracker in self._trackers.values():
             tracker.close()
         self._trackers.clear()
@@ -298,10 +298,8 @@ class RankTracker:
 
     def _read_losses(self, beacon: BeaconReading, before: BeaconReading) -> None:
         """What the script has told since the last look."""
-        known = before.losses[-1][0] if before.losses else -1
-        for step, loss in beacon.losses:
-            if step <= known:
-                continue
+        new = beacon.told_losses - before.told_losses
+        for step, loss in beacon.losses[-new:] if new > 0 else ():
             if loss is None:
                 self._told_bad = [*self._told_bad[: LASTING - 1], step]
             else:
@@ -346,8 +344,8 @@ class RankTracker:
             switches=self._switches,
             io_bytes=self._io_bytes,
             phase=next((phase for phase in phases if phase), ""),
-            bad_reports=worst.bad_reports if worst is not None else 0,
-            bad_since=worst.bad_since if worst is not None and worst.bad_reports else None,
+            bad_reports=max(worst.bad_reports if worst is not None else 0, len(self._told_bad)),
+            bad_since=worst.bad_since if worst is not None and worst.bad_reports else next(iter(self._told_bad), None),
             watches_loss=any(curves.watched for curves in self.curves),
             loss_alarm=self._loss_alarm(),
             world=beacon.world,
@@ -469,6 +467,8 @@ class BeaconReading(Frozen, frozen=True, kw_only=True):
     step: int | None = None
     losses: tuple[tuple[int, float | None], ...] = ()
     """The newest steps with the losses that the script told; None for one that is no number."""
+    told_losses: int = 0
+    """How many it has told in all."""
     phase: Phase = ""
     world: int = 0
     """WORLD_SIZE; 0: not known."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -92,12 +92,22 @@ class Checkpoints:
         """Which checkpoints the attempt that is being formed may resume from."""
         self._moved: dict[str, None] = {}
         """What the last rollback has moved aside, or is about to."""
+        self._ordered: tuple[Preparation, ...] = ()
+        """What is to be done before the attempt that goes back: more may be found, and what is done stays ordered."""
+        self._before: tuple[Checkpoint, ...] = ()
+        """Good ones from before the numbers went wrong: a node reports only its newest."""
+        self.gave_up = False
+        """A rollback found no checkpoint in the end."""
         self._put_back: tuple[PutBack, ...] = ()
         """To be done before the attempt that is being formed: that rollback is undone."""
         self._vouched: deque[str] = deque(maxlen=SUSPECTS_KEPT)
         """An operator has put these back: they are as good as others."""
         self._skip: tuple[str, int | None, int] = ("", None, 0)
         """Path and step of the checkpoint of the last rollback, and how many batches after it are left out."""
+        self._skip_until: int | None = None
+        """While an attempt goes back: the step up to which data are left out, from whichever checkpoint it resumes."""
+        self._skip_before: tuple[str, int | None, int] = self._skip
+        """As it was before this rollback: what was left out after its checkpoint still is."""
         self._members: tuple[str, ...] = ()
         """For whom the newest choice was made."""
         self._member_set: frozenset[str] = frozenset()
@@ -124,6 +134,9 @@ class Checkpoints:
                 known = found.get(checkpoint.path)
                 if known is None or _preference(checkpoint) > _preference(known):
                     found[checkpoint.path] = checkpoint
+        for checkpoint in self._before:
+            if checkpoint.path not in found and all(_has_fallen_out_of(seen, checkpoint) for seen in reports):
+                found[checkpoint.path] = checkpoint
         return [self._marked(checkpoint) for checkpoint in self.tiers.judged(list(found.values()))]
 
     def _marked(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -151,17 +164,25 @@ class Checkpoints:
 
     def choose(self, members: tuple[str, ...]) -> tuple[Resume, tuple[Preparation, ...]]:
         """Where the next attempt resumes, and what is to be prepared for that. Raises whatever the choice raises."""
-        checkpoint, prepare = self._choose(self.candidates(members), self._situation)
+        candidates = self.candidates(members)
+        checkpoint, prepare = self._choose(candidates, self._situation)
         if checkpoint is None and self._situation != CRASH:
-            return Resume(prepare=self._put_back), self._put_back  # nothing is moved away for the sake of nothing
+            self.undo_rollback()  # nothing is moved away for the sake of nothing
+            self.gave_up = True
+            return Resume(prepare=self._put_back), self._put_back
         for one in prepare:
             if self._situation != CRASH and isinstance(one, SetAside) and one.why.startswith(ROLLED_BACK):
                 self._moved[one.path] = None
+        self._distrust(candidates, self._moved if self._situation != CRASH else ())
+        if self._situation != CRASH:
+            prepare = self._ordered = (*self._ordered, *(one for one in prepare if one not in self._ordered))
         prepare = (*self._put_back, *prepare)
         if checkpoint is None:
             return Resume(prepare=prepare), prepare
-        path, step, batches = self._skip
-        skip = batches if (path, step) == (checkpoint.path, checkpoint.step) else 0
+        if self._skip_until is not None and checkpoint.step is not None:
+            batches = max(0, self._skip_until - checkpoint.step) + _left_out(self._skip_before, checkpoint)
+            self._skip = (checkpoint.path, checkpoint.step, batches)
+        skip = _left_out(self._skip, checkpoint)
         return Resume(path=checkpoint.path, step=checkpoint.step, prepare=prepare, skip_batches=skip), prepare
 
     def would_choose(self, members: tuple[str, ...]) -> Checkpoint | None:
@@ -211,17 +232,23 @@ class Checkpoints:
     def roll_back(self, situation: ResumeSituation, members: tuple[str, ...], skip_batches: int = 0) -> None:
         """The next attempt resumes from an older one. What is newer now is used only when nothing else is left."""
         checkpoint, moved = self.preview(situation, members)
-        self._situation, self._put_back, self._moved = situation, (), {}
-        self._suspects.extend((one.path, one.modified_at) for one in self.candidates(members) if one.path in moved)
+        self._situation, self._ordered, self._put_back, self._moved = situation, (), (), {}
+        self._distrust(self.candidates(members), moved)
         self._vouched.clear()
-        if checkpoint is not None:
-            self._skip = (checkpoint.path, checkpoint.step, skip_batches)
+        self._skip_before, self._skip_until, self._skip = self._skip, None, ("", None, 0)
+        if checkpoint is not None and checkpoint.step is not None and skip_batches:
+            self._skip_until = checkpoint.step + skip_batches - _left_out(self._skip_before, checkpoint)
+
+    def _distrust(self, candidates: Iterable[Checkpoint], paths: Container[str]) -> None:
+        """These stay where they are if they may not be moved, and some node may report them although they were."""
+        new = ((one.path, one.modified_at) for one in candidates if one.path in paths)
+        self._suspects.extend(one for one in new if one not in self._suspects)
 
     def undo_rollback(self) -> None:
         """What the last rollback moved aside is put back before the next attempt, and counts as before."""
         self._put_back = tuple(PutBack(path=path) for path in self._moved)
         self._vouched.extend(self._moved)
-        self._situation, self._moved, self._skip = CRASH, {}, ("", None, 0)
+        self._situation, self._moved, self._skip, self._skip_until = CRASH, {}, ("", None, 0), None
 
     @property
     def skipped_after(self) -> tuple[int | None, int]:
@@ -235,10 +262,11 @@ class Checkpoints:
 
     def attempt_starts(self) -> None:
         """All that was to be prepared is done."""
-        self._situation, self._put_back = CRASH, ()
+        self._situation, self._ordered, self._put_back, self._skip_until = CRASH, (), (), None
 
     def suspect_from(self, at: float, step: int | None, good_until: int | None = None) -> None:
         """`step`: of the run. `good_until`: the last step of which it is known that all was well."""
+        self._before = tuple(self.ways_back(()))
         self._suspect_spans.append((at, None, good_until))
         self._suspect_after = step
 
@@ -255,6 +283,18 @@ class Checkpoints:
     def begin_life(self) -> None:
         self._reports.clear()
         self.tiers.begin_life()
+
+
+def _has_fallen_out_of(seen: tuple[Checkpoint, ...], checkpoint: Checkpoint) -> bool:
+    """Whether a node that reports these may still have an older one."""
+    steps = [one.step for one in seen if one.step is not None]
+    return len(seen) >= CHECKPOINTS_EACH and checkpoint.step is not None and checkpoint.step < min(steps, default=0)
+
+
+def _left_out(skip: tuple[str, int | None, int], checkpoint: Checkpoint) -> int:
+    """How many batches after this checkpoint are left out."""
+    path, step, batches = skip
+    return batches if (path, step) == (checkpoint.path, checkpoint.step) else 0
 
 
 def _preference(checkpoint: Checkpoint) -> tuple[bool, float, bool]:
@@ -555,7 +595,11 @@ class Attempts:
 
     def _resume(self, members: tuple[str, ...]) -> WantsAnd[tuple[Resume, tuple[Preparation, ...]]]:
         try:
-            return self.checkpoints.choose(members)
+            resume = self.checkpoints.choose(members)
+            if self.checkpoints.gave_up:
+                self.checkpoints.gave_up = False
+                yield note("rollback_given_up", loud=True)
+            return resume
         except Exception as error:  # which checkpoint to use must never decide whether the run comes back at all
             yield note("resume_unknown", why=str(error))
             return Resume(), ()

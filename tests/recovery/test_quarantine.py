@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import recovery.quarantine
-from recovery.checkpoint import INCOMPLETE, Checkpoint, Restore, SetAside, choose
+from recovery.checkpoint import INCOMPLETE, Checkpoint, PutBack, Restore, ResumeSituation, SetAside, choose
 from recovery.formats import inspect
 from recovery.formats.scan import CheckpointScanner
 from recovery.quarantine import (
@@ -295,3 +295,68 @@ class TestPrepare:
         with pytest.raises(PreparationError, match="free some space"):
             prepare([SetAside(path=str(path), why=INCOMPLETE)])
         assert path.exists()
+
+
+class TestRollback:
+    """Newer checkpoints move aside; `PutBack` puts them and what names them back."""
+
+    def roll_back(self, folder: Path, step: int) -> list[PutBack]:
+        _, preparations = choose(found(folder), ResumeSituation(kind="operator", step=step))
+        prepare(preparations)
+        return [PutBack(path=one.path) for one in preparations if isinstance(one, SetAside)]
+
+    def test_there_and_back(self, tmp_path: Path) -> None:
+        for step in (10, 20, 30):
+            save(tmp_path / f"ckpt-{step}.pt", step)
+        (tmp_path / "latest").symlink_to("ckpt-30.pt")
+        (tmp_path / "latest.txt").write_text("ckpt-30.pt")
+        before = {path.name: path.lstat().st_ino for path in tmp_path.glob("*.pt")}
+        undone = self.roll_back(tmp_path, 10)
+        assert [path.name for path in tmp_path.glob("*.pt")] == ["ckpt-10.pt"]
+        assert os.readlink(tmp_path / "latest") == (tmp_path / "latest.txt").read_text() == "ckpt-10.pt"
+        prepare(undone)
+        assert {path.name: path.lstat().st_ino for path in tmp_path.glob("*.pt")} == before
+        assert os.readlink(tmp_path / "latest") == (tmp_path / "latest.txt").read_text() == "ckpt-30.pt"
+        assert prepare(undone) == [], "it may be repeated"
+        assert max(one.step or 0 for one in found(tmp_path)) == 30
+
+    def test_what_was_written_again_stays_and_the_older_one_is_kept(self, tmp_path: Path) -> None:
+        for step in (10, 20):
+            save(tmp_path / f"ckpt-{step}.pt", step)
+        undone = self.roll_back(tmp_path, 10)
+        new = save(tmp_path / "ckpt-20.pt", 20).read_bytes() + b"new"
+        (tmp_path / "ckpt-20.pt").write_bytes(new)
+        [told] = prepare(undone)
+        assert "was written again since" in told
+        assert (tmp_path / "ckpt-20.pt").read_bytes() == new
+        assert (tmp_path / ".unbroken-set-aside/ckpt-20.pt").exists()
+
+    def test_a_file_that_is_overwritten_in_place(self, tmp_path: Path) -> None:
+        """Its copy of an earlier step was put there; the file of before comes back, unless the script wrote since."""
+        path = save(tmp_path / "ckpt.pt", 10)
+        assert keep_copy(path) is not None
+        os.utime(save(path, 20), ns=(time.time_ns() + 10**9,) * 2)
+        undone = self.roll_back(tmp_path, 10)
+        assert [one.step for one in found(tmp_path) if not one.copy_of] == [10]
+        prepare(undone)
+        assert [one.step for one in found(tmp_path) if not one.copy_of] == [20]
+        undone = self.roll_back(tmp_path, 10)
+        save(path, 11)
+        prepare(undone)
+        assert [one.step for one in found(tmp_path) if not one.copy_of] == [11]
+
+    def test_a_pointer_that_somebody_changed_since_is_left(self, tmp_path: Path) -> None:
+        for step in (10, 20):
+            save(tmp_path / f"ckpt-{step}.pt", step)
+        (tmp_path / "latest.txt").write_text("ckpt-20.pt")
+        undone = self.roll_back(tmp_path, 10)
+        (tmp_path / "latest.txt").write_text("none of this")
+        prepare(undone)
+        assert (tmp_path / "latest.txt").read_text() == "none of this"
+
+    def test_a_torn_one_that_was_moved_is_not_put_back(self, tmp_path: Path) -> None:
+        save(tmp_path / "ckpt-10.pt", 10)
+        tear(save(tmp_path / "ckpt-20.pt", 20))
+        recover(tmp_path)
+        assert prepare([PutBack(path=str(tmp_path / "ckpt-20.pt"))]) == []
+        assert not (tmp_path / "ckpt-20.pt").exists()

@@ -42,6 +42,28 @@ def test_lines_arrive(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
     os.close(reader)
 
 
+def test_a_loss_goes_with_its_step(worker: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setenv("UNBROKEN_HEARTBEAT_FD", str(writer))
+    worker.heartbeat(3, loss=2.5)
+    worker.heartbeat(4, 1e-12)
+    worker.heartbeat(5, loss=float("nan"))
+    worker.heartbeat(6, loss="no number")
+    assert os.read(reader, 200) == b"step 3 loss 2.5\nstep 4 loss 1e-12\nstep 5 loss nan\n"
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize(("value", "skip"), [(None, 0), ("", 0), ("120", 120), ("-1", 0), ("x", 0), ("\u0663", 0)])
+def test_how_much_data_is_to_be_left_out(
+    worker: ModuleType, monkeypatch: pytest.MonkeyPatch, value: str | None, skip: int
+) -> None:
+    monkeypatch.delenv("UNBROKEN_SKIP_BATCHES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("UNBROKEN_SKIP_BATCHES", value)
+    assert worker.skip() == skip
+
+
 def test_a_full_pipe_and_a_dead_reader_do_not_block_or_raise(
     worker: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

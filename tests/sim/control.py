@@ -37,6 +37,8 @@ class Control(Ground):
                 self.deliver(action.assignment)
             elif isinstance(action, m.SchedulerRequest):
                 self.take_order(action)
+            elif isinstance(action, m.Note) and action.kind in ("rollback_given_up", "rollback_undone"):
+                self.limits.clear()
             elif isinstance(action, m.End):
                 if action.outcome.state == "requeued":
                     self.controller_up = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diagnosis.incident import HangReport
-from diagnosis.signals import Evidence, Finding
+from diagnosis.signals import Evidence, Finding, LossAlarm
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 
@@ -132,6 +132,33 @@ class Faults(Control):
             arguments = {"mode": modes, "approve": incidents, "reject": incidents}
             self.order(command, self.random.choice(arguments.get(command, tuple(self.nodes))))
         self.later(self.random.expovariate(self.rates["meddle"]), self.meddle)
+
+    def go_back(self) -> None:
+        """A loss that goes wrong, or an operator who goes back, or forward again."""
+        if self.now >= self.faults_until:
+            return
+        job, dice = self.job, self.late
+        attempt = job.attempt
+        if self.controller_up and self.ended is None and attempt is not None and attempt.step is not None:
+            before = attempt.number
+            steps = [found.step or 0 for found in self.storage.values() if found.complete]
+            what = dice.choice(("spike", "nan", "well", "", "step", "--undo"))
+            if what in ("spike", "nan"):
+                first = max(1, attempt.step - dice.randrange(60))
+                alarm = LossAlarm(kind=what, step=first)  # type: ignore[arg-type]
+                self.tell(m.LossSeen(at=self.now, attempt=before, alarm=alarm, ranks=(0,), step=attempt.step))
+                limit = first - 1
+            elif what == "well":
+                self.tell(m.LossSeen(at=self.now, attempt=before, step=attempt.step))
+                limit = None
+            else:
+                limit = dice.choice(steps) if what == "step" and steps else None
+                self.order("rollback", what if limit is None or what != "step" else str(limit))
+            now = job.attempt
+            if limit is not None and job.checkpoints.rolls_back and now is not None and now.number > before:
+                self.rolled_back += 1
+                self.limits = {now.number: limit}
+        self.later(dice.expovariate(self.rates["go_back"]), self.go_back)
 
     def order(self, command: str, argument: str = "") -> None:
         if command in ("cordon", "uncordon") and not self.job.is_over:

@@ -11,7 +11,7 @@ import msgspec
 
 from diagnosis.incident import Culprit, Incident, Verdict
 from diagnosis.taxonomy import FailureClass
-from recovery.checkpoint import INCOMPLETE, Checkpoint, SetAside
+from recovery.checkpoint import INCOMPLETE, Checkpoint, PutBack, SetAside
 from recovery.cordon import breaker_limit
 from supervisor import messages as m
 from supervisor.controller.heartbeats import HeartbeatEvents
@@ -38,6 +38,11 @@ class Ground:
         self.groups: dict[int, Group] = {}
         self.storage: dict[str, Checkpoint] = {}
         self.storage_changes = 0
+        self.rolled_back = 0
+        self.aside: dict[str, Checkpoint] = {}
+        """Whole checkpoints that a rollback moved away."""
+        self.limits: dict[int, int] = {}
+        """First attempt after a rollback -> the step that it resumes from at most."""
         self.controller_up = True
         self.epoch = 1
         self.job = self.new_job()
@@ -122,6 +127,9 @@ class Ground:
                 assert found is not None, f"resumes from {a.resume.path}, which is not there"
                 assert found.complete, f"resumes from {a.resume.path}, which is torn"
                 base = found.step or 0
+                for first in [first for first in self.limits if first <= round_.attempt]:
+                    limit = self.limits.pop(first)
+                    assert base <= limit, f"resumes from step {base}, and goes back to {limit} at most"
             newest = max((c.step or 0 for c in self.storage.values() if c.complete), default=0)
             assert base <= newest, "the first step is beyond the newest complete checkpoint"
             group = self.groups[round_.attempt] = Group(round_, base, self)
@@ -152,8 +160,15 @@ class Ground:
         """Looked at once more before it is moved: it may have been finished meanwhile."""
         found = self.storage.get(order.path)
         if found is not None and not (found.complete and order.why.startswith(INCOMPLETE)):
+            if found.complete:
+                self.aside[order.path] = found
             del self.storage[order.path]
             self.storage_changes += 1
+
+    def put_back(self, order: PutBack) -> None:
+        """Unless something is there again."""
+        if order.path in self.aside and order.path not in self.storage:
+            self.put(self.aside.pop(order.path))
 
     def saved(self, group: Group, path: str) -> None:
         if group.steps and path in self.storage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from diagnosis.signals import ExitRecord, Frame, NodeEvidence, RankSample, RankStack
-from recovery.checkpoint import SetAside
+from recovery.checkpoint import PutBack, SetAside
 from supervisor import messages as m
 
 if TYPE_CHECKING:
@@ -189,6 +189,8 @@ class FakeNode:
             for one in a.prepare:
                 if isinstance(one, SetAside):
                     self.world.set_aside(one)
+                elif isinstance(one, PutBack):
+                    self.world.put_back(one)
         self.reconcile()
         self.beat()
 

@@ -98,6 +98,29 @@ def test_the_simulation_gives_orders_and_starts_jobs_again(world: Any) -> None:
     assert any(w.lives for w in worlds)
 
 
+def _taken_back(world: Any, seed: int, **how: Any) -> Any:
+    """The loss goes wrong again and again, and operators go back and forth; then it comes to its end."""
+    w = world(seed, loss_guard="enforce", **how)
+    w.verdicts, w.fingerprints, w.curable = CURABLE, ("",), True
+    w.rates = {**ROUGH, "go_back": 0.1}
+    w.target = 1500
+    w.run(9000.0)
+    assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
+    assert w.ended.state == "succeeded", f"seed {seed}: {w.ended}"
+    w.check_replay()
+    return w
+
+
+def test_rollbacks_never_resume_from_what_is_too_new(world: Any) -> None:
+    assert sum(_taken_back(world, seed).rolled_back for seed in range(400, 405)) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3000, 3060))
+def test_rollbacks_in_many_seeds(world: Any, seed: int) -> None:
+    _taken_back(world, seed, nodes=2 + seed % 3, spares=seed % 2, mode=("enforce", "recommend")[seed % 2])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2000, 2100))
 def test_operators_win_in_many_seeds(world: Any, seed: int) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -53,6 +54,24 @@ def test_a_beacon_tells_who_is_in_which_group(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "b")], check=True, timeout=300)
     assert BeaconFile(tmp_path / "b").read().members == {"0": "[0]", "1": "[0]"}
+
+
+def test_losses_that_the_script_tells(tmp_path: Path) -> None:
+    """The newest few; one that is no number is told as none; what is no loss is left out."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    one = beacon.Beacon(str(tmp_path / "b"), str(tmp_path / "s"), reader)
+    os.write(writer, b"step 1 loss 2.5\nstep 2 loss nan\nstep 3 loss 1e999\nstep 4 loss what\nstep 5\n")
+    one.beat()
+    told = BeaconFile(tmp_path / "b").read()
+    assert (told.step, told.losses, told.told_losses) == (5, ((1, 2.5), (2, None), (3, None)), 3)
+    os.write(writer, b"".join(b"step %d loss 0.%d\n" % (step, step) for step in range(10, 100)))
+    one.beat()
+    told = BeaconFile(tmp_path / "b").read()
+    assert len(told.losses) == beacon.LOSSES
+    assert (told.losses[-1], told.told_losses) == ((99, 0.99), 93)
+    os.close(writer)
+    os.close(reader)
 
 
 @pytest.mark.root

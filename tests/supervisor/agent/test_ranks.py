@@ -92,6 +92,49 @@ def test_nan_in_a_progress_bar_is_found_while_the_bar_is_drawn(
     assert probe.sample().bad_since is not None
 
 
+def test_a_spike_in_the_output_and_in_the_attempt_after_it(
+    make_probe: Callable[[], tuple[RankTracker, Path]],
+) -> None:
+    """The next attempt begins shortly before the spike: what is usual is known from the one before."""
+    probe, path = make_probe()
+    losses = [2.0 + 0.01 * (step % 7) for step in range(1, 61)]
+    path.write_text("".join(f"step {step} loss {loss}\n" for step, loss in enumerate(losses, 1)))
+    probe.look()
+    assert probe.sample().watches_loss
+    assert probe.sample().loss_alarm is None
+    spike = "".join(f"step {step} loss 9.{step}\n" for step in range(61, 72))
+    with open(path, "a") as file:
+        file.write(spike)
+    probe.look()
+    alarm = probe.sample().loss_alarm
+    assert alarm is not None
+    assert (alarm.kind, alarm.step) == ("spike", 61)
+    again, path = make_probe()
+    path.write_text("")
+    again.go_on_from(probe.curves)
+    again.look()
+    assert again.sample().loss_alarm is None
+    path.write_text("".join(f"step {step} loss 2.0{step % 7}\n" for step in range(51, 61)) + spike)
+    again.look()
+    assert again.sample().loss_alarm == alarm
+
+
+def test_losses_that_a_script_tells_by_its_beacon(
+    make_probe: Callable[[], tuple[RankTracker, Path]], tmp_path: Path
+) -> None:
+    probe, _ = make_probe()
+    path = LocalPaths(str(tmp_path)).rank_file(1, 0, "beacon")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for told, losses in [(2, "[[1,2.0],[2,null]]"), (2, "[[1,2.0],[2,null]]"), (4, "[[3,null],[4,null]]")]:
+        path.write_bytes(beacon(b'{"step":4,"told_losses":%d,"losses":%s}' % (told, losses.encode())))
+        assert probe.sample().loss_alarm is None
+        probe.look()
+    sample = probe.sample()
+    assert (sample.bad_reports, sample.bad_since) == (3, 2)
+    assert sample.loss_alarm is not None
+    assert (sample.loss_alarm.kind, sample.loss_alarm.step) == ("nan", 2)
+
+
 def beacon(payload: bytes, sequence: int = 2) -> bytes:
     return struct.pack("<8sIIddI", b"UBEACON1", sequence, 42, 1.0, 2.0, len(payload)) + payload + bytes(100)
 

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
-from diagnosis.signals import Evidence, ExitRecord, Finding, NodeEvidence, RankSample
+from diagnosis.signals import Evidence, ExitRecord, Finding, LossAlarm, NodeEvidence, RankSample
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
 from recovery.snapshot_choice import RankSnapshot
 from supervisor import messages as m
 from supervisor.controller.heartbeats import (
     COMPLAIN_EVERY_S,
+    LOSS_AGAIN_S,
     PROGRESS_EVERY_S,
     SILENT_ALONE_S,
     SILENT_IDLE_S,
@@ -347,3 +348,39 @@ def test_the_newest_snapshot_that_all_ranks_hold_is_shown(nodes: Nodes) -> None:
     assert nodes.observer.snapshot.step == 10
     nodes.beat(1.3, "b", snapshots=(in_memory(2, 20), in_memory(3, 20)))
     assert nodes.observer.snapshot.step == 20
+
+
+# ----- the loss -----
+
+SPIKE = LossAlarm(kind="spike", step=100, usual=2.0, level=8.0)
+
+
+def losses(events: list[m.AnyEvent]) -> list[m.LossSeen]:
+    return [event for event in events if isinstance(event, m.LossSeen)]
+
+
+def test_most_ranks_that_print_a_loss_must_agree(nodes: Nodes) -> None:
+    def told(at: float, alarmed: int) -> list[m.LossSeen]:
+        ranks = tuple(
+            sample(rank, step=110, watches_loss=rank < 4, loss_alarm=SPIKE if rank < alarmed else None)
+            for rank in range(6)
+        )
+        return losses(nodes.beat(at, attempt=1, ranks=ranks))
+
+    assert told(1.0, 0) == []
+    assert told(2.0, 2) == []
+    [seen] = told(3.0, 3)
+    assert (seen.alarm, seen.ranks, seen.step) == (SPIKE, (0, 1, 2), 110)
+    assert told(4.0, 4) == [], "told already"
+    assert len(told(4.0 + LOSS_AGAIN_S, 4)) == 1, "it lasts"
+    [well] = told(80.0, 1)
+    assert well.alarm is None
+    assert told(200.0, 0) == [], "that all is well is told once"
+
+
+def test_nan_of_one_rank_is_enough_and_a_new_attempt_begins_well(nodes: Nodes) -> None:
+    nan = LossAlarm(kind="nan", step=90)
+    ranks = (sample(0, watches_loss=True, loss_alarm=nan), sample(1, watches_loss=True), sample(2, watches_loss=True))
+    [seen] = losses(nodes.beat(1.0, attempt=1, ranks=ranks))
+    assert (seen.alarm, seen.ranks) == (nan, (0,))
+    assert losses(nodes.beat(2.0, attempt=2, ranks=(sample(0), sample(1), sample(2)))) == []

@@ -1,0 +1,85 @@
+"""A loss that goes wrong at one place in the data, with a real torchrun: taken back, data left out, trained past."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+Supervise = Callable[..., Any]
+PACE = {"steps": 230, "pace": 0.02, "nproc": 1}
+ENFORCE = {"UNBROKEN_LOSS_GUARD": "enforce"}
+
+
+def ends_sound(job: Any) -> None:
+    assert job.code() == 0
+    assert (job.out / "final.bin").read_bytes() == b"sound"
+
+
+def aside(job: Any) -> list[str]:
+    return sorted(path.name for path in Path(job.out).glob(".unbroken-set-aside/*.safetensors"))
+
+
+def test_a_spike_is_taken_back_and_its_data_left_out(supervise: Supervise) -> None:
+    job = supervise("spiky", env=ENFORCE, **PACE)
+    ends_sound(job)
+    incidents = job.incidents()
+    assert [one["trigger"] for one in incidents] == ["loss"], incidents
+    incident = incidents[0]
+    assert incident["verdict"]["failure_class"] == "loss_spike_or_nan"
+    assert incident["plan"]["skip_batches"] > 0
+    resumed = job.wait_shown(r"resumed step_(\d+).safetensors, (\d+) batches")
+    assert int(resumed[1]) <= 80, "with a margin before step 100"
+    assert int(resumed[2]) > 0
+    assert "step_000100.safetensors" in aside(job), "moved, not deleted"
+
+
+@pytest.mark.slow
+def test_the_same_spike_again_and_again_is_held_for_a_person(supervise: Supervise) -> None:
+    job = supervise("spiky", "--stubborn", env=ENFORCE, **PACE | {"steps": 1000})
+    job.wait_shown("the job is held", 150)
+    first, second, third = job.incidents()
+    assert min(first["plan"]["skip_batches"], second["plan"]["skip_batches"]) > 0
+    assert third["plan"]["kind"] == "hold"
+    assert job.told("status")["restarts"] == 2
+    moved = aside(job)
+    job.ask("rollback", "--undo", "--yes", "-m", "I want them back")
+    job.until(lambda: not set(aside(job)) & set(moved[-1:]), 60, "the newest to be put back")
+    job.ask("stop", "--yes")
+    assert job.code() == 143
+
+
+@pytest.mark.slow
+def test_nan_that_the_script_tells_without_a_word(supervise: Supervise) -> None:
+    job = supervise("spiky", "--told", "--nan", env=ENFORCE, **PACE)
+    ends_sound(job)
+    taken_back = [one for one in job.incidents() if one["trigger"] == "loss"]
+    assert len(taken_back) == 1
+    assert taken_back[0]["plan"]["rollback"]["kind"] == "bad_numbers"
+
+
+def test_recommend_only_tells_and_an_operator_does_it(supervise: Supervise) -> None:
+    job = supervise("spiky", **PACE | {"steps": 500})
+    told = job.wait_shown(r"`unbroken rollback (\d+) --skip (\d+)`")
+    assert job.told("status")["attempt"] == 1, "it does nothing"
+    assert "known steps" in job.ask("rollback", "7", "--dry-run", check=False)
+    would = job.told("rollback", "--dry-run")
+    assert re.search(r"back to step \d+ .* lost", would["would"])
+    assert would["interrupts"]
+    assert "give --yes" in job.ask("rollback", check=False)
+    job.ask("rollback", told[1], "--skip", told[2], "--yes")
+    job.wait_shown(f"resumed step_{int(told[1]):06d}.safetensors, {told[2]} batches")
+    moved = aside(job)
+    assert moved
+    # Back to before the rollback, while the script has not come so far again.
+    job.ask("rollback", "--undo", "--yes")
+    job.wait_shown(f"resumed {moved[-1]}, 0 batches")
+    assert moved[-1] not in aside(job)
+    job.ask("rollback", told[1], "--skip", told[2], "--yes")
+    ends_sound(job)
+    assert "rollback --undo" in job.ask("timeline")

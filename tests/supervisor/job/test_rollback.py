@@ -1,0 +1,227 @@
+"""Going back: what an operator orders, what the loss guard does, and that it is remembered over a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from diagnosis.signals import LossAlarm
+from recovery.checkpoint import Checkpoint, PutBack, SetAside
+from supervisor import messages as m
+from supervisor.job.job import Job
+from supervisor.messages import Note
+
+
+def checkpoints(steps: Iterable[int], at: float = 0.0) -> tuple[Checkpoint, ...]:
+    return tuple(
+        Checkpoint(path=f"/c/step-{step}", step=step, format="hf", complete=True, modified_at=at or 1000.0 + step / 100)
+        for step in sorted(steps, reverse=True)
+    )
+
+
+@pytest.fixture
+def job(make_driver: Any) -> Any:
+    """It runs at step 450, with four checkpoints."""
+    driver = make_driver(loss_guard="enforce")
+    driver.join("a")
+    driver.up(step=1)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 200, 300, 400)))
+    driver.tell(m.Progressed, after=450.0, attempt=1, step=450)
+    return driver
+
+
+def told(driver: Any, kind: str) -> Note | None:
+    return next((one for one in driver.actions if isinstance(one, Note) and one.kind == kind), None)
+
+
+def prepared(driver: Any) -> list[Any]:
+    return list(driver.job.attempt.prepare)
+
+
+def alarm(driver: Any, step: int | None, kind: str = "spike") -> None:
+    wrong = LossAlarm(kind=kind, step=step)  # type: ignore[arg-type]
+    driver.tell(m.LossSeen, attempt=driver.number, alarm=wrong, ranks=(0,), step=450)
+
+
+@pytest.mark.parametrize(
+    ("argument", "resume", "skip"),
+    [("", 300, 0), ("200", 200, 0), ("200 --skip 70", 200, 70), (" --skip 70", 300, 70), ("400", 400, 0)],
+)
+def test_an_operator_goes_back(job: Any, argument: str, resume: int, skip: int) -> None:
+    job.order("rollback", argument)
+    found = job.job.attempt.resume
+    assert (job.number, found.step, found.skip_batches) == (2, resume, skip)
+    assert [one.path for one in prepared(job)] == [f"/c/step-{step}" for step in (300, 400) if step > resume]
+    note = told(job, "rolled_back")
+    assert note is not None
+    assert note.arguments["lost_steps"] == 450 - resume
+    assert note.arguments["lost_min"] in ((450 - resume) // 60, (450 - resume) // 60 + 1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "kind"),
+    [
+        ("350", "no_such_step"),
+        ("x", "no_such_step"),
+        ("200 --skip x", "no_such_step"),
+        ("200 --skip -1", "no_such_step"),
+        ("200 --skip 9999999", "no_such_step"),
+        ("--undo", "no_rollback"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_happens(job: Any, argument: str, kind: str) -> None:
+    job.order("rollback", argument)
+    refused = told(job, kind)
+    assert refused is not None
+    assert refused.refused
+    assert job.number == 1
+    if kind == "no_such_step":
+        assert refused.arguments["steps"] == (400, 300, 200, 100)
+
+
+def test_before_the_newest_means_before_a_suspect_one_as_well(job: Any) -> None:
+    job.job.checkpoints.suspect_from(1003.5, None)
+    job.order("rollback")
+    assert job.job.attempt.resume.step == 300
+    assert [one.path for one in prepared(job)] == ["/c/step-400"]
+
+
+def test_what_is_done_already_makes_no_further_attempt_and_what_appears_does(job: Any) -> None:
+    job.order("rollback", "200")
+    before = prepared(job)
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((50, 100, 200)))
+    assert (job.number, prepared(job)) == (2, before), "300 and 400 were moved"
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((50, 100, 200, 250)))
+    assert job.number == 3
+    assert [one.path for one in prepared(job)] == ["/c/step-300", "/c/step-400", "/c/step-250"]
+
+
+def test_the_limit_is_of_one_attempt_only(job: Any) -> None:
+    job.order("rollback", "200")
+    job.up(step=201)
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 200, 300), at=job.now))
+    job.crash("a", 1)
+    assert job.job.attempt.resume.step == 300
+    assert not prepared(job)
+
+
+def test_what_could_not_be_moved_is_not_resumed_from(job: Any) -> None:
+    job.order("rollback", "200")
+    job.up(step=201)
+    job.crash("a", 1)
+    assert job.job.attempt.resume.step == 200
+
+
+def test_undo_puts_back_what_was_moved(job: Any) -> None:
+    job.order("rollback", "200 --skip 5")
+    job.up(step=201)
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 200)))
+    job.order("rollback", "--undo")
+    assert prepared(job) == [PutBack(path="/c/step-300"), PutBack(path="/c/step-400")]
+    number = job.number
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 200, 300, 400)))
+    assert job.number == number
+    assert (job.job.attempt.resume.step, job.job.attempt.resume.skip_batches) == (400, 0)
+    job.up(step=401)
+    job.order("rollback", "--undo")
+    assert told(job, "no_rollback") is not None
+
+
+def test_a_rollback_that_finds_nothing_in_the_end_is_taken_back(job: Any) -> None:
+    """The script has pruned what the job knew of."""
+    job.order("rollback", "200")
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((300, 400)))
+    assert told(job, "rollback_given_up") is not None
+    assert prepared(job) == [PutBack(path="/c/step-300"), PutBack(path="/c/step-400")]
+
+
+def test_good_ones_that_a_node_does_not_report_any_more_are_known(job: Any) -> None:
+    """A node reports its newest eight, and those may all be from after the spike."""
+    alarm(job, None)  # held: no step is known
+    later = checkpoints(range(500, 580, 10), at=job.now + 1)
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=later)
+    job.order("rollback", "300")
+    assert job.job.attempt.resume.step == 300
+    assert len(prepared(job)) == 9, "the eight, and 400"
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((300, 200)))
+    assert job.job.attempt.resume.step == 300
+
+
+def test_pruned_ones_are_not_remembered(job: Any) -> None:
+    alarm(job, None)
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((500, 510), at=job.now + 1))
+    job.order("rollback", "300")
+    assert told(job, "no_checkpoint") is not None
+
+
+def test_the_guard_goes_back_and_nothing_is_decided_twice(job: Any) -> None:
+    alarm(job, 430)
+    assert (job.number, job.job.attempt.resume.step) == (2, 400)
+    assert job.job.attempt.resume.skip_batches == 450 + 21 - 400
+    assert not prepared(job), "nothing is newer than that"
+    assert job.job.incidents.budget.used == 1
+    alarm(job, 430)
+    assert job.number == 2
+
+
+def test_a_newer_one_that_the_last_look_finds_has_less_data_left_out(job: Any) -> None:
+    """Up to the same step."""
+    alarm(job, 430)
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((300, 400, 405, 425)))
+    assert (job.job.attempt.resume.step, job.job.attempt.resume.skip_batches) == (405, 450 + 21 - 405)
+    assert [one.path for one in prepared(job)] == ["/c/step-425"]
+
+
+@pytest.mark.parametrize("guard", ["off", "recommend"])
+def test_a_guard_that_may_not_act(make_driver: Any, guard: str) -> None:
+    driver = make_driver(loss_guard=guard)
+    driver.join("a")
+    driver.up(step=1)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 400)))
+    driver.tell(m.Progressed, after=450.0, attempt=1, step=450)
+    alarm(driver, 430)
+    assert (driver.state, driver.number) == ("RUNNING", 1)
+    opened = [one.trigger for one in driver.job.incidents.log.records]
+    assert opened == (["signal"] if guard == "recommend" else [])
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 400, 440), at=driver.now))
+    driver.crash("a", 1)
+    assert driver.job.attempt.resume.step == (400 if guard == "recommend" else 440), "suspect"
+
+
+@pytest.mark.parametrize("how", ["pause", "mode observe"])
+def test_operators_hold_the_guard_back(job: Any, how: str) -> None:
+    job.order(*how.split())
+    alarm(job, 430)
+    assert job.number == 1
+    if how == "pause":
+        job.order("resume")
+        assert (job.number, job.job.attempt.resume.step) == (2, 400)
+
+
+def test_a_spent_budget_does_not_end_the_job(make_driver: Any) -> None:
+    driver = make_driver(loss_guard="enforce", max_restarts=0)
+    driver.join("a")
+    driver.up(step=1)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 400)))
+    driver.tell(m.Progressed, after=450.0, attempt=1, step=450)
+    alarm(driver, 430)
+    assert driver.job.outcome is None
+    assert driver.job.incidents.held
+
+
+def test_a_replay_comes_to_the_same(job: Any) -> None:
+    alarm(job, 430)
+    job.up(step=401)
+    job.tell(m.Progressed, after=60.0, attempt=job.number, step=450)
+    alarm(job, 430)
+    job.fire("backoff")
+    job.up(step=401)
+    job.order("rollback", "100")
+    again = Job(job._conclude, lambda found, situation: job.choose(found, situation))
+    for event in job.journal:
+        again.handle(event)
+    assert again.view() == job.job.view()
+    assert again.attempts.current.prepare == tuple(prepared(job))
+    assert any(isinstance(one, SetAside) for one in prepared(job))
