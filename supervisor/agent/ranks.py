@@ -298,7 +298,7 @@ class RankTracker:
 
     def _read_losses(self, beacon: BeaconReading, before: BeaconReading) -> None:
         """What the script has told since the last look."""
-        new = beacon.told_losses - before.told_losses
+        new = beacon.losses_seen - before.losses_seen
         for step, loss in beacon.losses[-new:] if new > 0 else ():
             if loss is None:
                 self._told_bad = [*self._told_bad[: LASTING - 1], step]
@@ -467,7 +467,7 @@ class BeaconReading(Frozen, frozen=True, kw_only=True):
     step: int | None = None
     losses: tuple[tuple[int, float | None], ...] = ()
     """The newest steps with the losses that the script told; None for one that is no number."""
-    told_losses: int = 0
+    losses_seen: int = 0
     """How many it has told in all."""
     phase: Phase = ""
     world: int = 0

@@ -119,11 +119,12 @@ class Checkpoints:
         """What is written now is suspect."""
         return bool(self._suspect_spans) and self._suspect_spans[-1][1] is None
 
-    def candidates(self, members: tuple[str, ...] = ()) -> list[Checkpoint]:
+    def candidates(self, members: tuple[str, ...] = (), *, remembered: bool = False) -> list[Checkpoint]:
         """All that are known, each once, with those marked that are suspect.
 
         What `members` see counts alone, if one of them has looked: they look again before each attempt, and another
-        node's older report may still list what was set aside since.
+        node's older report may still list what was set aside since. `remembered`: with good ones that are not reported
+        any more; the look before an attempt that goes back tells whether they are still there.
         """
         found: dict[str, Checkpoint] = {}
         if self._members is not members:  # the same at each report of a node: a set of all of them costs the square
@@ -134,7 +135,7 @@ class Checkpoints:
                 known = found.get(checkpoint.path)
                 if known is None or _preference(checkpoint) > _preference(known):
                     found[checkpoint.path] = checkpoint
-        for checkpoint in self._before:
+        for checkpoint in self._before if remembered else ():
             if checkpoint.path not in found and all(_has_fallen_out_of(seen, checkpoint) for seen in reports):
                 found[checkpoint.path] = checkpoint
         return [self._marked(checkpoint) for checkpoint in self.tiers.judged(list(found.values()))]
@@ -164,7 +165,7 @@ class Checkpoints:
 
     def choose(self, members: tuple[str, ...]) -> tuple[Resume, tuple[Preparation, ...]]:
         """Where the next attempt resumes, and what is to be prepared for that. Raises whatever the choice raises."""
-        candidates = self.candidates(members)
+        candidates = self.candidates(members, remembered=self.rolls_back)
         checkpoint, prepare = self._choose(candidates, self._situation)
         if checkpoint is None and self._situation != CRASH:
             self.undo_rollback()  # nothing is moved away for the sake of nothing
@@ -191,13 +192,13 @@ class Checkpoints:
 
     def ways_back(self, members: tuple[str, ...]) -> list[Checkpoint]:
         """Good ones of different steps, the newest first."""
-        return going_on(self.candidates(members))
+        return going_on(self.candidates(members, remembered=True))
 
     def preview(
         self, situation: ResumeSituation, members: tuple[str, ...]
     ) -> tuple[Checkpoint | None, tuple[str, ...]]:
         """Where a rollback would lead (None: nowhere), and which checkpoints it would move aside."""
-        checkpoint, prepare = self._choose(self.candidates(members), situation)
+        checkpoint, prepare = self._choose(self.candidates(members, remembered=True), situation)
         rolled = (one for one in prepare if isinstance(one, SetAside) and one.why.startswith(ROLLED_BACK))
         return checkpoint, tuple(one.path for one in rolled)
 

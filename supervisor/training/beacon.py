@@ -49,7 +49,7 @@ class Beacon:
         self.step: int | None = None
         self.losses: list[list[float | None]] = []
         """The newest steps with their losses; None for one that is no number."""
-        self.told_losses = 0
+        self.losses_seen = 0
         """How many there were in all."""
         self.phase = ""
         self.world = number(os.environ.get("WORLD_SIZE"))
@@ -133,7 +133,7 @@ class Beacon:
         if self.phase:
             state["phase"] = self.phase
         if self.losses:
-            state["losses"], state["told_losses"] = self.losses, self.told_losses
+            state["losses"], state["losses_seen"] = self.losses, self.losses_seen
         try:
             groups = collective_groups()
         except Exception:
@@ -213,7 +213,7 @@ class Beacon:
             return
         finite = loss - loss == 0
         self.losses = [*self.losses[1 - LOSSES :], [step, float(f"{loss:.5g}") if finite else None]]
-        self.told_losses += 1
+        self.losses_seen += 1
 
     def _serve(self) -> None:
         """Start torch's worker server the first time that torch.distributed is in use."""

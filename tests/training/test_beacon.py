@@ -64,12 +64,12 @@ def test_losses_that_the_script_tells(tmp_path: Path) -> None:
     os.write(writer, b"step 1 loss 2.5\nstep 2 loss nan\nstep 3 loss 1e999\nstep 4 loss what\nstep 5\n")
     one.beat()
     told = BeaconFile(tmp_path / "b").read()
-    assert (told.step, told.losses, told.told_losses) == (5, ((1, 2.5), (2, None), (3, None)), 3)
+    assert (told.step, told.losses, told.losses_seen) == (5, ((1, 2.5), (2, None), (3, None)), 3)
     os.write(writer, b"".join(b"step %d loss 0.%d\n" % (step, step) for step in range(10, 100)))
     one.beat()
     told = BeaconFile(tmp_path / "b").read()
     assert len(told.losses) == beacon.LOSSES
-    assert (told.losses[-1], told.told_losses) == ((99, 0.99), 93)
+    assert (told.losses[-1], told.losses_seen) == ((99, 0.99), 93)
     os.close(writer)
     os.close(reader)
 

@@ -126,7 +126,7 @@ def test_losses_that_a_script_tells_by_its_beacon(
     path = LocalPaths(str(tmp_path)).rank_file(1, 0, "beacon")
     path.parent.mkdir(parents=True, exist_ok=True)
     for told, losses in [(2, "[[1,2.0],[2,null]]"), (2, "[[1,2.0],[2,null]]"), (4, "[[3,null],[4,null]]")]:
-        path.write_bytes(beacon(b'{"step":4,"told_losses":%d,"losses":%s}' % (told, losses.encode())))
+        path.write_bytes(beacon(b'{"step":4,"losses_seen":%d,"losses":%s}' % (told, losses.encode())))
         assert probe.sample().loss_alarm is None
         probe.look()
     sample = probe.sample()
