@@ -43,6 +43,8 @@ class LossGuard:
         """Attempt and kind of the alarm on which it was decided last."""
         self._suspects = False
         """What is saved now is suspect because of this alarm."""
+        self._overruled = False
+        """An operator has undone a rollback: until an operator orders one, the guard only tells."""
         self._planned: rollback.Rollback | None = None
         """It is done unless an operator rejects it, or the loss comes back before that."""
 
@@ -87,7 +89,7 @@ class LossGuard:
         )
         decided = rollback.plan_for(case)
         at = min(core.now, max(found.at, attempt.formed_at))
-        if core.spec.loss_guard == "recommend" or core.mode == "observe":
+        if core.spec.loss_guard == "recommend" or core.mode == "observe" or self._overruled:
             yield from self._tell(found, decided, at)
             return
         if corruption is not None:
@@ -186,6 +188,11 @@ class LossGuard:
     def start_anew(self) -> None:
         """An operator has taken over: what was done before does not bind the guard."""
         self._rollbacks.clear()
+        self._overruled = False
+
+    def overrule(self) -> None:
+        """An operator has undone a rollback."""
+        self._overruled = True
 
     def _is_well_again(self, event: m.LossSeen) -> Wants:
         """The loss came back by itself."""

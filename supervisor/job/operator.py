@@ -226,6 +226,7 @@ class Operator:
         elif wanted == "--undo" and not checkpoints.moved_by_rollback:
             yield _refuse("no_rollback")
         elif wanted == "--undo":
+            self._guard.overrule()
             yield from self._attempts.undo_rollback()
             yield from self._restart(event)
         elif not ways:

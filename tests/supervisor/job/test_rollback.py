@@ -190,6 +190,23 @@ def test_a_guard_that_may_not_act(make_driver: Any, guard: str) -> None:
     assert driver.job.attempt.resume.step == (400 if guard == "recommend" else 440), "suspect"
 
 
+def test_policy_does_not_go_back_again_what_an_operator_undid(job: Any) -> None:
+    alarm(job, 330)
+    job.up(step=301)
+    job.order("rollback", "--undo")
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((300, 400)))
+    job.up(step=401)
+    number = job.number
+    alarm(job, 402)
+    assert job.number == number
+    assert job.job.incidents.degraded_by("signal") is not None, "it tells"
+    job.order("rollback", "300")
+    job.up(step=301)
+    number = job.number
+    alarm(job, 330)
+    assert job.number == number + 1
+
+
 @pytest.mark.parametrize("how", ["pause", "mode observe"])
 def test_operators_hold_the_guard_back(job: Any, how: str) -> None:
     job.order(*how.split())
