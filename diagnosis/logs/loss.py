@@ -99,11 +99,16 @@ class LossWatch:
         self._odd = 0
         """Values of which there is no logarithm."""
         self._began_again = False
+        self._unplaced = 0
+        """Values of a new attempt whose step is not known yet."""
 
     def feed(self, step: int | None, value: float, rate: float | None = None) -> None:
         """One more value, finite or not; several of one step count once. `rate`: the learning rate beside it."""
         if not math.isfinite(value):
             return  # that is for the count of bad reports (`StepReader.bad_reports`)
+        if self._began_again and step is None and self._unplaced < FIRST:
+            self._unplaced += 1  # a counter is believed once it has grown: the first lines of an attempt have no step
+            return
         if step is not None and step == self._pending_step and len(self._pending) < SAME_STEP:
             self._pending.append(value)
             return
@@ -119,7 +124,7 @@ class LossWatch:
         self.alarm = None
         self._pending, self._pending_step = [], None
         self._end_run()
-        self._began_again = True
+        self._began_again, self._unplaced = True, 0
 
     def _take(self, step: int | None, value: float, rate: float | None) -> None:
         self.count += 1

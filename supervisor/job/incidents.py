@@ -1384,6 +1384,8 @@ class Degraded:
 
     def __init__(self, core: Core, attempts: Attempts, incidents: Incidents) -> None:
         self._core, self._attempts, self._incidents = core, attempts, incidents
+        self._is_bad = False
+        """The loss is no number."""
         self._bad_from: int | None = None
         """The step at which the loss was first not a number; None: it is a number, or no step is known."""
         self._numbers_reported = 0
@@ -1434,6 +1436,7 @@ class Degraded:
             return
         at = min(core.now, max(finding.at, attempt.formed_at))
         self._attempts.checkpoints.suspect_from(at, attempt.step)
+        self._is_bad = True
         self._numbers_reported += 1
         if self._numbers_reported > NUMBERS_REPORTED:
             return
@@ -1479,7 +1482,7 @@ class Degraded:
 
     def _numbers_good(self, step: int | None) -> Wants:
         """NaN weights never give a number again, so checkpoints from now on are as good as before."""
-        self._bad_from = None
+        self._bad_from, self._is_bad = None, False
         self._attempts.checkpoints.trust_again()
         record = self._incidents.degraded_by("signal")
         if record is not None:
@@ -1490,7 +1493,7 @@ class Degraded:
         """A run that ends with NaN weights says so, whatever its exit code is."""
         record = self._incidents.degraded_by("signal")
         suspect = self._attempts.checkpoints.suspect_open
-        if record is None or not suspect or outcome.state not in ("succeeded", "stopped"):
+        if record is None or not (suspect and self._is_bad) or outcome.state not in ("succeeded", "stopped"):
             return outcome
         since = "" if self._bad_from is None else f" from step {self._bad_from} on"
         text = f"the loss was no number{since}, to the end"
@@ -1551,6 +1554,6 @@ class Degraded:
         for record in self._incidents.log.open_degradations():
             yield from self._incidents.close(record, f"attempt {record.attempt} has ended")
         self._failed_devices.clear()
-        self._devices_reported, self._numbers_reported, self._bad_from = 0, 0, None
+        self._devices_reported, self._numbers_reported, self._bad_from, self._is_bad = 0, 0, None, False
         self._replicas_reported = False
         yield cancel("device", "degraded")

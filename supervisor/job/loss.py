@@ -197,16 +197,15 @@ class LossGuard:
     def _is_well_again(self, event: m.LossSeen) -> Wants:
         """The loss came back by itself."""
         self._decided, self._planned = (0, ""), None
-        if not self._suspects:
-            return
-        self._suspects = False
-        self._attempts.checkpoints.trust_again()
+        ours, self._suspects = self._suspects, False
+        if ours:
+            self._attempts.checkpoints.trust_again()
         at = "" if event.step is None else f" (step {event.step})"
         active = self._incidents.active
         if active is not None and active.trigger == "loss":
             yield GoOn(f"the loss came back by itself{at}")
         record = self._incidents.degraded_by("signal")
-        if record is not None:
+        if record is not None and ours:
             yield from self._incidents.close(record, f"the loss came back by itself{at}")
 
     def attempt_ends(self) -> None:

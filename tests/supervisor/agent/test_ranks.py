@@ -114,7 +114,12 @@ def test_a_spike_in_the_output_and_in_the_attempt_after_it(
     again.go_on_from(probe.curves)
     again.look()
     assert again.sample().loss_alarm is None
-    path.write_text("".join(f"step {step} loss 2.0{step % 7}\n" for step in range(51, 61)) + spike)
+    for step in range(51, 61):
+        with open(path, "a") as file:
+            file.write(f"step {step} loss 2.0{step % 7}\n")
+        again.look()
+    with open(path, "a") as file:
+        file.write(spike)
     again.look()
     assert again.sample().loss_alarm == alarm
 
