@@ -44,6 +44,7 @@ from supervisor.mover.copying import (
     checksum,
     look,
     make_private,
+    need_room,
     pieces,
     reading,
     remove_ours,
@@ -288,6 +289,22 @@ class Mirrors:
         with self._lock:
             self._busy.discard(owner)
 
+    def make_room(self, owner: str, key: SaveKey, data: Path, size: int) -> None:
+        """On a disk that is nearly full the oldest mirror goes before the new one is whole; one always stays."""
+        try:
+            need_room(data, size)
+        except OSError:
+            with self._lock:
+                held = [one for name, one in self._whole if name == owner and one != key]
+                if len(held) < MIRRORS_KEPT:
+                    return
+                oldest = min(held, key=lambda one: (one.attempt, self._whole[owner, one].part.modified_at))
+                del self._whole[owner, oldest]
+                self.changes += 1
+            folder = self.home / folder_of(owner, oldest)
+            (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is not whole
+            remove_ours(folder)
+
     def _drop_old(self, owner: str) -> None:
         """Only whole newer ones push out old ones; what was left half is removed with them."""
         with self._lock:
@@ -421,6 +438,7 @@ class PeerServer:
             if there is not None and (there.st_size, there.st_mtime_ns) == (size, mtime_ns):
                 wire.send({"crc": checksum(data, name).crc})
                 return
+            self._mirrors.make_room(owner, key, data, size)
             with NewFile(data, name, size) as file:
                 wire.send({"send": True})
                 for piece in wire.data(size):

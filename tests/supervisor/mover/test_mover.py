@@ -8,6 +8,7 @@ import random
 import select
 import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -418,6 +419,36 @@ def test_a_disk_without_room_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no room"):
         NewFile(tmp_path, "big", 1 << 49)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.root
+def test_a_peer_whose_disk_is_full_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], check=True)
+    try:
+        server = PeerServer(Mirrors(small), SECRET, lambda *_: None, host="127.0.0.1")
+        server.start()
+        source = tmp_path / "mine"
+        for step, size in ((1, 400_000), (2, 400_000), (3, 400_000), (4, 900_000)):
+            content = {f"step-{step}/f": os.urandom(size)}
+            (source / f"step-{step}").mkdir(parents=True)
+            (source / f"step-{step}/f").write_bytes(content[f"step-{step}/f"])
+            part = SavePart(
+                name=f"step-{step}", owner="b", format="folder", modified_at=float(step), files=part_files(content)
+            )
+            wire, connection = call("127.0.0.1", server.port, SECRET, None)
+            with connection:
+                if step < 4:  # the third takes the place of the first
+                    assert send_part(wire, part, source, no_pause(), nothing)
+                else:
+                    with pytest.raises(PeerError, match="no room"):
+                        send_part(wire, part, source, no_pause(), nothing)
+        server.close()
+        assert [held.name for held in Mirrors(small).parts] == ["step-3"], "one always stays"
+        assert not list(small.rglob("*partial"))
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
 
 
 def test_a_slow_disk_gets_longer_pauses() -> None:
