@@ -280,10 +280,15 @@ class LossWatch:
     def _raise(self, kind: Literal["spike", "divergence"], level: float, start: int | None = None) -> None:
         steps = [step for step, _ in (*self._values, *self._run) if step is not None]
         gaps = [after - before for before, after in itertools.pairwise(steps) if after > before]
+        first = self._run[0][0] if start is None else start
+        interval = int(statistics.median(gaps)) if gaps else 1
+        good = self._values[-1][0] if self._values else None
+        if first is not None and good is not None:
+            interval = max(interval, first - good)  # of much output some values are not read
         self.alarm = LossAlarm(
             kind=kind,
-            step=self._run[0][0] if start is None else start,
-            interval=int(statistics.median(gaps)) if gaps else 1,
+            step=first,
+            interval=interval,
             usual=round(math.exp(level), 4),
             level=round(math.exp(statistics.median(x for _, x in list(self._run)[-RECENT:])), 4),
         )

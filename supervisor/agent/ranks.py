@@ -125,7 +125,9 @@ class RankTracker:
         self._told_losses = LossCurves()
         """Of `recovery.worker.heartbeat`."""
         self._told_bad: list[int] = []
-        """The newest steps in a row whose loss, as told there, was no number."""
+        """The newest steps in a row whose loss, as told there, was no number: the first ones, and the last."""
+        self._told_good: int | None = None
+        """The newest step whose loss was one. Of a quick script some in between are not seen."""
         self._moved_at = self._read_at = self._now()
         """`_read_at`: when its output was read last."""
         self._waiting_since: float | None = None
@@ -303,12 +305,13 @@ class RankTracker:
             if loss is None:
                 self._told_bad = [*self._told_bad[: LASTING - 1], step]
             else:
-                self._told_bad = []
+                self._told_bad, self._told_good = [], step
                 self._told_losses.feed(b"", step, loss)
 
     def _loss_alarm(self) -> LossAlarm | None:
         if len(self._told_bad) >= LASTING:
-            return LossAlarm(kind="nan", step=self._told_bad[0])
+            first, good = self._told_bad[0], self._told_good
+            return LossAlarm(kind="nan", step=first, interval=1 if good is None else max(1, first - good))
         alarms = [self._told_losses.alarm, *(steps.loss_alarm for steps in self._steps)]
         return next((alarm for alarm in alarms if alarm is not None), None)
 

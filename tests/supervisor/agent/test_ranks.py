@@ -130,14 +130,18 @@ def test_losses_that_a_script_tells_by_its_beacon(
     probe, _ = make_probe()
     path = LocalPaths(str(tmp_path)).rank_file(1, 0, "beacon")
     path.parent.mkdir(parents=True, exist_ok=True)
-    for told, losses in [(2, "[[1,2.0],[2,null]]"), (2, "[[1,2.0],[2,null]]"), (4, "[[3,null],[4,null]]")]:
+    for told, losses in [(2, "[[1,2.0],[2,null]]"), (2, "[[1,2.0],[2,null]]"), (9, "[[8,null],[9,null]]")]:
         path.write_bytes(beacon(b'{"step":4,"losses_seen":%d,"losses":%s}' % (told, losses.encode())))
         assert probe.sample().loss_alarm is None
         probe.look()
     sample = probe.sample()
     assert (sample.bad_reports, sample.bad_since) == (3, 2)
     assert sample.loss_alarm is not None
-    assert (sample.loss_alarm.kind, sample.loss_alarm.step) == ("nan", 2)
+    assert (sample.loss_alarm.kind, sample.loss_alarm.step, sample.loss_alarm.interval) == ("nan", 2, 1)
+    path.write_bytes(beacon(b'{"losses_seen":13,"losses":[[10,2.0],[20,null],[21,null],[22,null]]}'))
+    probe.look()
+    assert probe.sample().loss_alarm is not None
+    assert probe.sample().loss_alarm.interval == 10, "it began somewhere between 10 and 20"
 
 
 def beacon(payload: bytes, sequence: int = 2) -> bytes:
