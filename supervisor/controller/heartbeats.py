@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
+import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -42,6 +45,8 @@ PROGRESS_EVERY_S = 10.0
 """Steps are told so often; before whatever a step matters to, the newest is told first."""
 NUMBERS_EVERY_S = 10.0
 """A loss that is a number now and none then is told at most so often."""
+LOSS_CHANGES_S = 10.0
+"""What is wrong with the loss, or that it is well again, changes at most so often."""
 LOSS_AGAIN_S = 60.0
 """A loss that is wrong is told again after so long: the job may have been busy with something else."""
 CLOCK_SLACK_S = 2.0
@@ -142,7 +147,9 @@ class HeartbeatEvents:
         self._watching: set[int] = set()
         """Ranks that print their loss again and again."""
         self._alarms: dict[int, LossAlarm] = {}
-        self._loss_told: tuple[str, float] = ("", 0.0)
+        self._alarm_kinds: Counter[str] = Counter()
+        """How many of them there are of each kind: each heartbeat asks, and all ranks are too many to look at."""
+        self._loss_told: tuple[str, float] = ("", -math.inf)
         """The kind of the alarm that was told last (none: it is well), and when."""
         self._ticked_at: float | None = None
         self._snapshots: dict[str, tuple[RankSnapshot, ...]] = {}
@@ -384,7 +391,8 @@ class HeartbeatEvents:
         self._numbers_told = (False, 0.0)
         self._watching.clear()
         self._alarms.clear()
-        self._loss_told = ("", 0.0)
+        self._alarm_kinds.clear()
+        self._loss_told = ("", -math.inf)
         self._watch.start(now, attempt)
         self._stragglers.start(now)
 
@@ -418,10 +426,15 @@ class HeartbeatEvents:
                 self._bad_since.pop(sample.rank, None)
             if sample.watches_loss:
                 self._watching.add(sample.rank)
-            if sample.loss_alarm is not None:
-                self._alarms[sample.rank] = sample.loss_alarm
-            else:
-                self._alarms.pop(sample.rank, None)
+            self._note_alarm(sample.rank, sample.loss_alarm)
+
+    def _note_alarm(self, rank: int, alarm: LossAlarm | None) -> None:
+        before = self._alarms.pop(rank, None)
+        if before is not None:
+            self._alarm_kinds[before.kind] -= 1
+        if alarm is not None:
+            self._alarms[rank] = alarm
+            self._alarm_kinds[alarm.kind] += 1
 
     def _progress(self, now: float, events: list[m.AnyEvent]) -> None:
         """The first sign of life, the first two steps (one alone may mislead), then at most one event every 10 s."""
@@ -454,18 +467,20 @@ class HeartbeatEvents:
 
     def _loss(self, now: float, events: list[m.AnyEvent]) -> None:
         """An alarm counts if most of the ranks that print a loss agree; NaN of one rank soon is that of all."""
-        kinds: list[str] = [alarm.kind for alarm in self._alarms.values()]
-        most = 2 * len(kinds) > len(self._watching)
-        kind = "nan" if "nan" in kinds else max(kinds, key=kinds.count) if kinds and most else ""
+        kind = ""
+        if self._alarm_kinds["nan"]:
+            kind = "nan"
+        elif 2 * len(self._alarms) > len(self._watching):
+            kind = self._alarm_kinds.most_common(1)[0][0]
         told, told_at = self._loss_told
-        if kind == told and (not kind or now - told_at < LOSS_AGAIN_S):
+        if now - told_at < (LOSS_AGAIN_S if kind == told else LOSS_CHANGES_S) or (kind == told == ""):
             return
         self._loss_told = (kind, now)
-        ranks = sorted(rank for rank, alarm in self._alarms.items() if alarm.kind == kind)
-        alarms = [self._alarms[rank] for rank in ranks]
-        first = min(alarms, key=lambda alarm: (alarm.step is None, alarm.step), default=None)
+        alarms = {rank: alarm for rank, alarm in self._alarms.items() if alarm.kind == kind}
+        ranks = heapq.nsmallest(16, alarms)
+        first = min(alarms.values(), key=lambda alarm: math.inf if alarm.step is None else alarm.step, default=None)
         self._tell_step(now, events)
-        events.append(m.LossSeen(at=now, attempt=self._attempt, alarm=first, ranks=tuple(ranks[:16]), step=self._step))
+        events.append(m.LossSeen(at=now, attempt=self._attempt, alarm=first, ranks=tuple(ranks), step=self._step))
 
     def _launcher(self, beat: m.Heartbeat, seen: _Seen, now: float, first: bool, events: list[m.AnyEvent]) -> None:
         if beat.launcher == "ended" and seen.launcher != "ended":

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import time
+from typing import Any, Literal
 
 import pytest
 
@@ -12,6 +14,7 @@ from supervisor import messages as m
 from supervisor.controller.heartbeats import (
     COMPLAIN_EVERY_S,
     LOSS_AGAIN_S,
+    LOSS_CHANGES_S,
     PROGRESS_EVERY_S,
     SILENT_ALONE_S,
     SILENT_IDLE_S,
@@ -375,6 +378,10 @@ def test_most_ranks_that_print_a_loss_must_agree(nodes: Nodes) -> None:
     assert len(told(4.0 + LOSS_AGAIN_S, 4)) == 1, "it lasts"
     [well] = told(80.0, 1)
     assert well.alarm is None
+    flapping = [event for second in range(100) for event in told(81.0 + second, 4 * (second % 2))]
+    times = [80.0, *(event.at for event in flapping)]
+    assert len(times) > 5
+    assert all(after - before >= LOSS_CHANGES_S for before, after in itertools.pairwise(times))
     assert told(200.0, 0) == [], "that all is well is told once"
 
 
@@ -384,3 +391,18 @@ def test_nan_of_one_rank_is_enough_and_a_new_attempt_begins_well(nodes: Nodes) -
     [seen] = losses(nodes.beat(1.0, attempt=1, ranks=ranks))
     assert (seen.alarm, seen.ranks) == (nan, (0,))
     assert losses(nodes.beat(2.0, attempt=2, ranks=(sample(0), sample(1), sample(2)))) == []
+
+
+@pytest.mark.parametrize("kind", ["spike", "nan"])
+def test_a_loss_that_went_wrong_on_4096_ranks_costs_as_much_as_one_that_is_well(kind: Literal["spike", "nan"]) -> None:
+    """Each heartbeat of a node comes to its own ranks only: looking at all of them took 5.7 s."""
+    nodes = Nodes()
+    wrong = LossAlarm(kind=kind, step=90)
+    began = time.process_time()
+    seen: list[m.LossSeen] = []
+    for at in (1.0, 2.0):
+        for node in range(512):
+            ranks = tuple(sample(8 * node + n, watches_loss=True, loss_alarm=wrong) for n in range(8))
+            seen += losses(nodes.beat(at, node=f"n{node}", attempt=1, ranks=ranks))
+    assert len(seen) == 1
+    assert time.process_time() - began < 1.5
