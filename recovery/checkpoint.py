@@ -140,6 +140,8 @@ TEMPORARY = "its name says that it is still being written"
 """The reason why `tmp-checkpoint-10` is incomplete."""
 ROLLED_BACK = "rolled back: "
 """Begins the reason of a `SetAside` of a whole checkpoint that is too new: `PutBack` undoes it."""
+SUSPECT = "suspect: "
+"""Begins the reason of a `SetAside` of a whole checkpoint that is not trusted: `PutBack` undoes it, too."""
 POINTER = "pointer"
 """The `format` of a tracker file (`latest`) that is empty or names a checkpoint which is not there."""
 
@@ -312,7 +314,7 @@ def _why_not(found: Checkpoint, chosen: Checkpoint | None, too_new: str) -> str:
     if too_new and (found.step is not None or (chosen is not None and chosen.step is None)):
         return too_new  # beside checkpoints with steps, a file without one is a tokenizer or an export
     if found.suspect and chosen is not None and not chosen.suspect:
-        return f"suspect: {found.why or 'it was written after the numerics went wrong'}"
+        return f"{SUSPECT}{found.why or 'it was written after the numerics went wrong'}"
     return ""
 
 

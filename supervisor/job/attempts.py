@@ -20,6 +20,7 @@ from diagnosis.signals import ExitRecord, NodeEvidence
 from recovery.checkpoint import (
     CRASH,
     ROLLED_BACK,
+    SUSPECT,
     Checkpoint,
     Preparation,
     PutBack,
@@ -62,7 +63,10 @@ REPORTS_KEPT = 64
 """Nodes whose reports are remembered: on a shared file system they all say the same."""
 STEPS_KEPT = 64
 SUSPECTS_KEPT = 64
+REMEMBERED = 64
+"""Good checkpoints that are known although no node reports them any more."""
 SPANS_KEPT = 8
+MOVED_KEPT = 4096
 
 Choose = Callable[[Sequence[Checkpoint], ResumeSituation], tuple[Checkpoint | None, tuple[Preparation, ...]]]
 
@@ -86,6 +90,8 @@ class Checkpoints:
         """The step at which the numbers were seen to be wrong."""
         self._suspects: deque[tuple[str, float]] = deque(maxlen=SUSPECTS_KEPT)
         """Path and time of those of a later step that came while the numbers were wrong: storage has its own clock."""
+        self._doubted: deque[tuple[str, float]] = deque(maxlen=SUSPECTS_KEPT)
+        """Those of them that the newest span has made suspect."""
         self._step_when_saved: dict[str, int] = {}
         """Checkpoints that do not tell their step: the run's step when they appeared."""
         self._situation = CRASH
@@ -172,8 +178,10 @@ class Checkpoints:
             self.gave_up = True
             return Resume(prepare=self._put_back), self._put_back
         for one in prepare:
-            if self._situation != CRASH and isinstance(one, SetAside) and one.why.startswith(ROLLED_BACK):
+            rolled = self._situation != CRASH and isinstance(one, SetAside) and one.why.startswith(ROLLED_BACK)
+            if rolled or (isinstance(one, SetAside) and one.why.startswith(SUSPECT)):
                 self._moved[one.path] = None
+        _keep_newest(self._moved, MOVED_KEPT)
         self._distrust(candidates, self._moved if self._situation != CRASH else ())
         if self._situation != CRASH:
             prepare = self._ordered = (*self._ordered, *(one for one in prepare if one not in self._ordered))
@@ -204,7 +212,7 @@ class Checkpoints:
 
     @property
     def moved_by_rollback(self) -> tuple[str, ...]:
-        """What the last rollback moved aside, as far as it has not been undone."""
+        """What the last rollback moved aside, and suspects that a restart did, as far as it has not been undone."""
         return tuple(self._moved)
 
     # ----- changes -----
@@ -217,6 +225,7 @@ class Checkpoints:
         if self.suspect_open and self._suspect_after is not None:
             later = [one for one in new if one.step is not None and one.step > self._suspect_after]
             self._suspects.extend((one.path, one.modified_at) for one in later)
+            self._doubted.extend((one.path, one.modified_at) for one in later)
         if step is not None:
             self._step_when_saved.update({one.path: step for one in new if one.step is None})
         _keep_newest(self._step_when_saved, STEPS_KEPT)
@@ -267,9 +276,27 @@ class Checkpoints:
 
     def suspect_from(self, at: float, step: int | None, good_until: int | None = None) -> None:
         """`step`: of the run. `good_until`: the last step of which it is known that all was well."""
-        self._before = tuple(self.ways_back(()))
+        self.remember_good()
         self._suspect_spans.append((at, None, good_until))
+        while len(self._suspect_spans) > SPANS_KEPT:
+            (since, until, good), (_, later, other) = self._suspect_spans[:2]
+            both = None if good is None or other is None else min(good, other)
+            self._suspect_spans[:2] = [(since, None if until is None or later is None else max(until, later), both)]
         self._suspect_after = step
+        self._doubted.clear()
+
+    def remember_good(self) -> None:
+        """What is good now can be gone back to, even if no node reports it any more."""
+        self._before = tuple(self.ways_back(()))[:REMEMBERED]
+
+    def was_false_alarm(self) -> None:
+        """What was written meanwhile is as good as the rest."""
+        if self.suspect_open:
+            self._suspect_spans.pop()
+            for one in self._doubted:
+                if one in self._suspects:
+                    self._suspects.remove(one)
+            self._doubted.clear()
 
     def trust_again(self) -> None:
         if self.suspect_open:
@@ -304,7 +331,7 @@ def _preference(checkpoint: Checkpoint) -> tuple[bool, float, bool]:
     return (not checkpoint.in_doubt, checkpoint.modified_at, checkpoint.changed or checkpoint.suspect)
 
 
-def _keep_newest(kept: dict[str, int] | dict[str, tuple[Checkpoint, ...]], limit: int) -> None:
+def _keep_newest(kept: dict[str, int] | dict[str, None] | dict[str, tuple[Checkpoint, ...]], limit: int) -> None:
     while len(kept) > limit:
         del kept[next(iter(kept))]
 

@@ -174,6 +174,8 @@ class IncidentRecord:
 
     def down_span(self, now: float) -> tuple[float, float] | None:
         """From when until when it kept the run from training; None: it did not."""
+        if self.trigger == "loss" and self.next_attempt is None:
+            return None  # the attempt trains on until its plan is carried out
         false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
         stood_still = self.stood_still or (self.hang is not None and self.hang.kind == "stopped")
         if (false_alarm and not stood_still) or self.stops_nothing:
@@ -526,6 +528,19 @@ class Incidents:
         """The circuit breaker holds the job."""
         return self._breaker_holds and bool(self.held)
 
+    @property
+    def _loss_waits(self) -> bool:
+        """What an operator is asked about is a loss that went wrong: nothing has stopped."""
+        waits = self.approval_wanted or bool(self.held)
+        return self.active is not None and self.active.trigger == "loss" and waits
+
+    @property
+    def may_go_on(self) -> bool:
+        """The attempt trains while an operator is asked about its loss: without a word it goes on."""
+        attempt = self._attempts.current
+        lives = attempt is not None and not attempt.over and not self._attempts.cannot_go_on(attempt)
+        return self._loss_waits and lives
+
     def suspects(self) -> dict[str, str]:
         """Node -> which open incident blames it."""
         found: dict[str, str] = {}
@@ -548,6 +563,8 @@ class Incidents:
             return
         if attempt.finishing or (core.state == "RECOVERING" and self.active is None):
             return  # a run whose ranks all ended well cannot break any more
+        if self._loss_waits:
+            yield from self._run_on()  # what breaks the attempt does not wait for an answer about its loss
         first = core.state in ("STARTING", "RUNNING")
         record = self.active
         if first or record is None:

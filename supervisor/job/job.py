@@ -682,6 +682,9 @@ class Job:
         why = f"nobody decided within {limit} (run.hold_limit_s): {held or 'a plan waited for approval'}"
         if self.space.wanted is not None:
             why = f"no room on disks within {limit} (run.hold_limit_s): {self.space.text}"[:400]
+        if self.incidents.may_go_on:
+            yield from self.guard.let_go_on(why)
+            return
         yield EndJob(m.Outcome(state="failed", exit_code=NOT_WORTH_RETRYING, line=why))
 
     def _end_due(self) -> Wants:

@@ -1,14 +1,17 @@
 """The loss guard: what the job does when the loss that ranks print went wrong (`recovery.rollback` decides).
 
-Setting `loss.guard`: `off` does nothing, `recommend` tells what to do, `enforce` does it. What is saved while the loss
-is wrong is suspect in any case. All that the guard does goes through an incident with a verdict and a plan, so mode,
-pause and the restart budget hold for it as for every other restart.
+Setting `loss.guard`: `off` does nothing, `recommend` tells what to do, `enforce` does it. Where it does not act, a
+spike makes no checkpoint suspect: a false alarm would cost all of them at the next crash. All that the guard does goes
+through an incident with a verdict and a plan, so mode, pause and the restart budget hold for it as for every other
+restart. Where it finds no way back it only tells: an attempt that is held would have lost its fault tolerance as well.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
+from typing import Final, Literal
+
+import msgspec
 
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Evidence, Finding, LossAlarm, rank_names
@@ -41,8 +44,12 @@ class LossGuard:
         self._rollbacks: deque[rollback.Rollback] = deque(maxlen=ROLLBACKS_KEPT)
         self._decided: tuple[int, str] = (0, "")
         """Attempt and kind of the alarm on which it was decided last."""
-        self._suspects = False
+        self._suspects: Literal["", "nan", "spike"] = ""
         """What is saved now is suspect because of this alarm."""
+        self._let_go_on = 0
+        """An attempt that goes on in spite of its alarm: nobody has approved the plan."""
+        self._told = False
+        """The incident that stops nothing is the guard's."""
         self._overruled = False
         """An operator has undone a rollback: until an operator orders one, the guard only tells."""
         self._planned: rollback.Rollback | None = None
@@ -56,10 +63,14 @@ class LossGuard:
             yield from self._is_well_again(event)
             return
         decided = (attempt.number, event.alarm.kind)
+        if event.alarm.kind == "nan" and self._suspects:
+            self._suspects = "nan"
         if core.spec.loss_guard == "off" or core.state != "RUNNING" or decided == self._decided:
             return
         self._decided = decided
-        self._distrust(event.alarm, attempt)
+        self._attempts.checkpoints.remember_good()
+        if event.alarm.kind == "nan":
+            self._distrust(event.alarm, attempt)
         yield from self._decide(event, event.alarm, attempt)
 
     def _distrust(self, alarm: LossAlarm, attempt: Attempt) -> None:
@@ -70,7 +81,7 @@ class LossGuard:
             at = self._core.now if since is None else min(self._core.now, max(since, attempt.formed_at))
             good = None if alarm.step is None else max(0, alarm.step - alarm.interval)
             checkpoints.suspect_from(at, good, good)
-            self._suspects = True
+            self._suspects = "nan" if alarm.kind == "nan" else "spike"
 
     def _decide(self, event: m.LossSeen, alarm: LossAlarm, attempt: Attempt) -> Wants:
         core, found = self._core, self._finding(event, alarm)
@@ -89,40 +100,42 @@ class LossGuard:
         )
         decided = rollback.plan_for(case)
         at = min(core.now, max(found.at, attempt.formed_at))
-        if core.spec.loss_guard == "recommend" or core.mode == "observe" or self._overruled:
+        only_tells = core.spec.loss_guard == "recommend" or core.mode == "observe" or self._overruled
+        if only_tells or self._let_go_on == attempt.number:
             yield from self._tell(found, decided, at)
             return
         if corruption is not None:
             yield from self._leave_the_corrupt(corruption, decided, at, attempt)
             return
         delay_s = self._incidents.budget.next_delay_s(core.now)
+        if decided.kind == "hold" or delay_s is None:
+            spent = "" if delay_s is not None else "; the restart budget is spent without progress"
+            yield from self._tell(found, msgspec.structs.replace(decided, why=f"{decided.why}{spent}"), at)
+            return
+        if core.mode == "enforce":
+            self._distrust(alarm, attempt)
         verdict = Verdict(
             failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
             culprits=(),
             confidence=SURE,
             why=_VERDICT[alarm.kind],
-            action="rollback_and_restart" if decided.kind == "rollback" else "hold",
+            action="rollback_and_restart",
             evidence=(found.evidence,),
         )
-        if decided.kind == "hold":
-            plan = Plan(kind="hold", why=f"{decided.why} (`unbroken rollback STEP` goes back)", counts=False)
-        elif delay_s is None:
-            plan = Plan(kind="hold", why="the restart budget is spent without progress", counts=False)
-        else:
-            plan = Plan(
-                kind="restart",
-                why=decided.why,
-                rollback=decided.situation,
-                skip_batches=decided.skip_batches,
-                needs_approval=core.mode == "recommend",
-                delay_s=delay_s,
-            )
-            first = alarm.step or 0
-            self._planned = rollback.Rollback(first_bad=first, last_bad=max(first, step), skipped=decided.skip_batches)
+        plan = Plan(
+            kind="restart",
+            why=decided.why,
+            rollback=decided.situation,
+            skip_batches=decided.skip_batches,
+            needs_approval=core.mode == "recommend",
+            delay_s=delay_s,
+        )
+        first = alarm.step or 0
+        self._planned = rollback.Rollback(first_bad=first, last_bad=max(first, step), skipped=decided.skip_batches)
         yield from self._incidents.act_at_once(OpenIncident("loss", found.evidence.text, at), verdict, plan)
 
     def _tell(self, found: Finding, decided: rollback.LossPlan, at: float) -> Wants:
-        """Guard `recommend`: the verdict, and the command that would do it."""
+        """The verdict, and the command that would do it."""
         if decided.step is not None:
             skip = f" --skip {decided.skip_batches}" if decided.skip_batches else ""
             why = f"Recommended: `unbroken rollback {decided.step}{skip}` ({decided.why})"
@@ -133,7 +146,8 @@ class LossGuard:
             yield record.note("loss_advice", loud=True, why=why)
             return
         want = OpenIncident("signal", found.evidence.text, at)
-        why = f"No restart (loss.guard). {why}. Checkpoints written meanwhile are used only if no other is left"
+        why = f"No restart (loss.guard). {why}"
+        self._told = True
         yield from self._incidents.open_with_plan(want, why, "degraded")
 
     def _finding(self, event: m.LossSeen, alarm: LossAlarm) -> Finding:
@@ -194,22 +208,36 @@ class LossGuard:
         """An operator has undone a rollback."""
         self._overruled = True
 
+    def let_go_on(self, why: str) -> Wants:
+        """Nobody has approved the plan, and the attempt trains: it goes on. Until it is well, the guard only tells."""
+        attempt = self._attempts.current
+        self._let_go_on, self._planned = attempt.number if attempt is not None else 0, None
+        self._trust_again()
+        yield GoOn(f"{why}: the attempt goes on as it is")
+
+    def _trust_again(self) -> None:
+        """After a false alarm all is as good as before; what was written while the loss was NaN is not."""
+        of, self._suspects = self._suspects, ""
+        if of == "spike":
+            self._attempts.checkpoints.was_false_alarm()
+        elif of == "nan":
+            self._attempts.checkpoints.trust_again()
+
     def _is_well_again(self, event: m.LossSeen) -> Wants:
         """The loss came back by itself."""
         self._decided, self._planned = (0, ""), None
-        ours, self._suspects = self._suspects, False
-        if ours:
-            self._attempts.checkpoints.trust_again()
+        told, self._told, self._let_go_on = self._told, False, 0
+        self._trust_again()
         at = "" if event.step is None else f" (step {event.step})"
         active = self._incidents.active
         if active is not None and active.trigger == "loss":
             yield GoOn(f"the loss came back by itself{at}")
         record = self._incidents.degraded_by("signal")
-        if record is not None and ours:
+        if record is not None and told:
             yield from self._incidents.close(record, f"the loss came back by itself{at}")
 
     def attempt_ends(self) -> None:
         """The next one is formed."""
         if self._planned is not None and self._attempts.checkpoints.rolls_back:
             self._rollbacks.append(self._planned)
-        self._suspects, self._planned = False, None
+        self._suspects, self._planned, self._let_go_on, self._told = "", None, 0, False

@@ -106,6 +106,8 @@ class Operator:
             return f"{told})"
         if at is None:
             return f"{told}, without a limit)"
+        if self._incidents.may_go_on:
+            return f"{told}; without a word the attempt goes on as it is at {utc(at):%Y-%m-%d %H:%M} UTC)"
         return f"{told}; the job ends at {utc(at):%Y-%m-%d %H:%M} UTC unless `unbroken {what}`)"
 
     # ----- stops -----
@@ -173,6 +175,11 @@ class Operator:
             yield note("breaker_reset")
         if incidents.held:
             self._guard.start_anew()
+        if incidents.may_go_on and (incidents.held or not core.paused):
+            core.pause = None
+            self._nodes.touch_all()
+            yield from self._guard.let_go_on("an operator resumed it")
+            return
         core.pause = None
         incidents.end_hold()
         yield cancel("hold", "nodes", "gather")
@@ -329,8 +336,11 @@ class Operator:
         if event.argument.startswith(RULE_PREFIX):
             return
         if (yield from self._waiting_plan(event)) is not None:
-            why = f": {event.reason}" if event.reason else ""
-            yield from self._incidents.reject_plan(f"the plan was rejected{why}")
+            why = f"the plan was rejected{f': {event.reason}' if event.reason else ''}"
+            if self._incidents.may_go_on:
+                yield from self._guard.let_go_on(why)
+            else:
+                yield from self._incidents.reject_plan(why)
 
 
 def _step_and_skip(argument: str) -> tuple[str, int | None]:

@@ -10,6 +10,7 @@ import pytest
 from diagnosis.signals import LossAlarm
 from recovery.checkpoint import Checkpoint, PutBack, SetAside
 from supervisor import messages as m
+from supervisor.job.attempts import SPANS_KEPT
 from supervisor.job.job import Job
 from supervisor.messages import Note
 
@@ -139,7 +140,7 @@ def test_a_rollback_that_finds_nothing_in_the_end_is_taken_back(job: Any) -> Non
 
 def test_good_ones_that_a_node_does_not_report_any_more_are_known(job: Any) -> None:
     """A node reports its newest eight, and those may all be from after the spike."""
-    alarm(job, None)  # held: no step is known
+    alarm(job, None)  # no step is known: it only tells
     later = checkpoints(range(500, 580, 10), at=job.now + 1)
     job.tell(m.CheckpointsSeen, node="a", checkpoints=later)
     job.order("rollback", "300")
@@ -153,7 +154,9 @@ def test_pruned_ones_are_not_remembered(job: Any) -> None:
     alarm(job, None)
     job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((500, 510), at=job.now + 1))
     job.order("rollback", "300")
-    assert told(job, "no_checkpoint") is not None
+    refused = told(job, "no_such_step")
+    assert refused is not None
+    assert refused.arguments["steps"] == (510, 500)
 
 
 def test_the_guard_goes_back_and_nothing_is_decided_twice(job: Any) -> None:
@@ -187,7 +190,7 @@ def test_a_guard_that_may_not_act(make_driver: Any, guard: str) -> None:
     assert opened == (["signal"] if guard == "recommend" else [])
     driver.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 400, 440), at=driver.now))
     driver.crash("a", 1)
-    assert driver.job.attempt.resume.step == (400 if guard == "recommend" else 440), "suspect"
+    assert driver.job.attempt.resume.step == 440, "what is only told costs nothing"
 
 
 def test_policy_does_not_go_back_again_what_an_operator_undid(job: Any) -> None:
@@ -217,15 +220,103 @@ def test_operators_hold_the_guard_back(job: Any, how: str) -> None:
         assert (job.number, job.job.attempt.resume.step) == (2, 400)
 
 
-def test_a_spent_budget_does_not_end_the_job(make_driver: Any) -> None:
+def test_a_spent_budget_lets_the_attempt_go_on(make_driver: Any) -> None:
     driver = make_driver(loss_guard="enforce", max_restarts=0)
     driver.join("a")
     driver.up(step=1)
     driver.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 400)))
     driver.tell(m.Progressed, after=450.0, attempt=1, step=450)
     alarm(driver, 430)
-    assert driver.job.outcome is None
-    assert driver.job.incidents.held
+    assert (driver.job.outcome, driver.state, driver.number) == (None, "RUNNING", 1)
+    assert driver.job.incidents.degraded_by("signal") is not None, "it tells"
+
+
+def start(make_driver: Any, **spec: Any) -> Any:
+    driver = make_driver(**spec)
+    driver.join("a")
+    driver.up(step=1)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 200, 300, 400)))
+    driver.tell(m.Progressed, after=450.0, attempt=1, step=450)
+    return driver
+
+
+def save(driver: Any, step: int) -> None:
+    driver.tell(m.Progressed, after=60.0, attempt=driver.number, step=step + 5)
+    new = Checkpoint(path=f"/c/step-{step}", step=step, format="hf", complete=True, modified_at=driver.now - 1)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(new, *checkpoints((100, 200, 300, 400))))
+
+
+def well(driver: Any) -> None:
+    driver.tell(m.LossSeen, after=5.0, attempt=driver.number, alarm=None, ranks=(), step=505)
+
+
+@pytest.mark.parametrize("how", ["reject", "resume", "nobody decides", "crash"])
+def test_a_plan_that_nobody_approves_lets_the_attempt_go_on(make_driver: Any, how: str) -> None:
+    driver = start(make_driver, loss_guard="enforce", mode="recommend")
+    alarm(driver, 430)
+    assert driver.job.incidents.approval_wanted
+    save(driver, 500)
+    if how == "crash":
+        driver.crash("a", 1)
+        assert driver.job.incidents.active.trigger == "exit"
+        driver.order("approve")
+        assert (driver.number, driver.job.attempt.resume.step) == (2, 500), "as after every other crash"
+        return
+    if how == "nobody decides":
+        driver.tell(m.Progressed, after=24 * 3600.0, attempt=1, step=90_000)
+        driver.fire("hold")
+    else:
+        driver.order(how)
+    assert (driver.state, driver.number, driver.job.outcome) == ("RUNNING", 1, None)
+    assert "hold" not in driver.job.core.timers
+    alarm(driver, 430, "divergence")
+    assert driver.state == "RUNNING", "it is not asked again"
+    well(driver)
+    assert driver.job.incidents.log.open_degradations() == []
+    alarm(driver, 530)
+    assert driver.job.incidents.approval_wanted, "another one is"
+
+
+@pytest.mark.parametrize("step", [None, 50])
+def test_where_no_way_leads_back_a_crash_is_recovered_as_always(make_driver: Any, step: int | None) -> None:
+    driver = start(make_driver, loss_guard="enforce")
+    alarm(driver, step)
+    assert (driver.state, driver.job.incidents.held) == ("RUNNING", "")
+    save(driver, 500)
+    driver.crash("a", 1)
+    assert (driver.number, driver.job.attempt.resume.step) == (2, 500)
+
+
+def test_a_false_alarm_while_the_job_is_paused_makes_nothing_suspect(make_driver: Any) -> None:
+    driver = start(make_driver, loss_guard="enforce")
+    driver.order("pause")
+    alarm(driver, 430)
+    save(driver, 500)
+    assert [one.step for one in driver.job.checkpoints.candidates() if one.suspect] == [500]
+    well(driver)
+    assert [one.step for one in driver.job.checkpoints.candidates() if one.suspect] == []
+
+
+def test_undo_puts_back_suspects_that_a_restart_moved(make_driver: Any) -> None:
+    driver = start(make_driver)
+    alarm(driver, 450, "nan")
+    save(driver, 500)
+    driver.crash("a", 1)
+    assert driver.job.attempt.resume.step == 400
+    assert [one.path for one in prepared(driver)] == ["/c/step-500"]
+    driver.up(step=401)
+    driver.order("rollback", "--undo")
+    assert prepared(driver) == [PutBack(path="/c/step-500")]
+
+
+def test_spans_of_suspicion_are_bounded(make_driver: Any) -> None:
+    driver = start(make_driver)
+    for step in range(450, 550):
+        alarm(driver, step, "nan")
+        well(driver)
+    assert len(driver.job.checkpoints._suspect_spans) <= SPANS_KEPT
+    save(driver, 560)
+    assert not driver.job.checkpoints.candidates()[0].suspect
 
 
 def test_a_replay_comes_to_the_same(job: Any) -> None:
