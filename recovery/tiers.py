@@ -186,6 +186,8 @@ class JoinedSave(NamedTuple):
     """Each save overwrites the folder: only the script can tell what belongs together."""
     open: bool = False
     """What it is may still change, or nobody can tell: it is neither offered nor moved."""
+    not_brought: str = ""
+    """Why a node could not get it: another one is used while that lasts."""
 
     @property
     def usable(self) -> bool:
@@ -197,14 +199,15 @@ def join(
     present: Set[str],
     settled: Set[SaveKey],
     open_attempts: Set[int] = frozenset(),
+    closed_attempts: Set[int] = frozenset(),
 ) -> list[JoinedSave]:
     """The saves of all nodes, the newest first.
 
     `reports`: of every node that ever reported, lost ones included: what they had is known. `present`: who can give
     files now. `settled`: saves to which no node will add a part; that matters for formats whose committing file does
-    not name what belongs to it. `open_attempts`: whose nodes have not told all that they have.
+    not name what belongs to it. `open_attempts`: whose nodes have not told all that they have. `closed_attempts`: all
+    that are there have, and a node of it is gone that has not: what it did not tell of is lost.
     """
-    failed = {one.key for node, report in reports.items() if node in present for one in report.failed}
     published = {one.key: one for report in reports.values() for one in report.published}
     variants: dict[SaveKey, dict[str, list[tuple[str, SavePart]]]] = {}
     for node, report in reports.items():
@@ -212,14 +215,38 @@ def join(
             variants.setdefault(part.key, {}).setdefault(part.owner, []).append((node, part))
     joined = [_joined(key, owners, reports, present, settled, key in published) for key, owners in variants.items()]
     joined += [_published_only(one) for key, one in published.items() if key not in variants]
+    failed = _not_brought(joined, reports, present)
     told = [
         one._replace(
-            missing=one.missing or ("a node could not get it" if one.save.key in failed else ""),
-            open=one.rewritten or (not one.usable and one.save.attempt in open_attempts),
+            why=OWNER_GONE if one.why == NOT_REPORTED and one.save.attempt in closed_attempts else one.why,
+            not_brought=failed.get(one.save.key, ""),
+            open=one.rewritten or (not one.usable and _may_change(one, open_attempts, closed_attempts)),
         )
         for one in joined
     ]
     return sorted(told, key=lambda one: _age(one.save), reverse=True)
+
+
+def _may_change(one: JoinedSave, open_attempts: Set[int], closed_attempts: Set[int]) -> bool:
+    attempt = one.save.attempt
+    return attempt in open_attempts or one.open or (one.why == NOT_REPORTED and attempt not in closed_attempts)
+
+
+def _not_brought(
+    joined: Iterable[JoinedSave], reports: Mapping[str, NodeTiers], present: Set[str]
+) -> dict[SaveKey, str]:
+    """Saves that a node could not get. One that fails at several is itself at fault: it costs no other node a save."""
+    usable = {one.save.key for one in joined if one.usable}
+    found: dict[SaveKey, str] = {}
+    for node, report in sorted(reports.items()):
+        failed = {one.key: one.why for one in report.failed if one.key in usable} if node in present else {}
+        if len(failed) == 1:
+            found |= {key: f"{node} could not get it: {why}" for key, why in failed.items()}
+    return found
+
+
+NOT_REPORTED: Final = "it is not known yet whether other nodes wrote a part of it"
+OWNER_GONE: Final = "a node that may have written a part of it is gone"
 
 
 def _age(save: Save) -> tuple[int, int, int, float]:
@@ -268,6 +295,7 @@ def _joined(
         tuple(tiers),
         staged and all(owner in reports for owner in best),
         any(part.rewritten for copies in owners.values() for _, part in copies),
+        bool(needs and why) and any(part.whole for part in best.values()),  # one node has all of it by itself
     )
 
 
@@ -301,7 +329,7 @@ def _why_not_whole(
         return next(iter(best.values())).why or "no node has a whole part of it"
     if is_settled or any(part.format in SINGLE_FILES for part in whole):
         return ""
-    return "it is not known yet whether other nodes wrote a part of it"
+    return NOT_REPORTED
 
 
 # ----- the choice -----
@@ -310,15 +338,19 @@ def _why_not_whole(
 def judged(candidates: Sequence[Checkpoint], saves: Sequence[JoinedSave], folder: str) -> list[Checkpoint]:
     """The candidates as all nodes together have them: a node by itself sees its part only.
 
-    Of a name with several versions the newest that can be had counts. What only one node has told of yet is in doubt:
-    neither offered nor touched.
+    Of one path there may be several, of several nodes: what any of them has read in its content counts. Of a name with
+    several versions the newest that can be had counts. What only one node has told of yet is in doubt: neither offered
+    nor touched.
     """
     by_name: dict[str, JoinedSave] = {}
     for one in sorted(saves, key=lambda one: (one.usable, one.save.attempt, one.save.stamp)):
         by_name[one.save.name] = one
-    found = [_as_checkpoint(one, folder) for one in by_name.values()]
-    known = {one.path for one in found}
+    seen: dict[str, list[Checkpoint]] = {}
     for candidate in candidates:
+        seen.setdefault(candidate.path, []).append(candidate)
+    found = [_as_checkpoint(one, folder, seen.get(f"{folder}/{one.save.name}", ())) for one in by_name.values()]
+    known = {one.path for one in found}
+    for candidate in (same[0] for same in seen.values()):
         if candidate.path in known or (candidate.copy_of and candidate.copy_of in known):
             continue
         inside = candidate.path.startswith(f"{folder}/")
@@ -330,18 +362,27 @@ def judged(candidates: Sequence[Checkpoint], saves: Sequence[JoinedSave], folder
     return found
 
 
-def _as_checkpoint(one: JoinedSave, folder: str) -> Checkpoint:
+def _as_checkpoint(one: JoinedSave, folder: str, seen: Sequence[Checkpoint]) -> Checkpoint:
+    """A save with what nodes have read in their parts of it."""
     save = one.save
-    why = "" if one.usable else f"{one.why or one.missing}{OF_OTHERS}"
+    changed = next((found for found in seen if found.changed), None)
+    suspect = next((found for found in seen if found.suspect), None)
+    contrary = not one.usable and not one.missing and any(found.complete for found in seen)
+    whys = (one.missing and f"{one.missing}{OF_OTHERS}", one.why, changed and changed.why, suspect and suspect.why)
+    began = [found.began_at for found in seen if found.began_at is not None]
     return Checkpoint(
         path=f"{folder}/{save.name}",
         step=save.step,
         format=save.format,
-        complete=one.usable,
-        why=why,
+        complete=one.usable and changed is None,
+        why=next((why for why in (*whys, one.not_brought) if why), ""),
         modified_at=save.modified_at,
         size_bytes=save.size_bytes,
-        in_doubt=one.open,
+        in_doubt=one.open or contrary or (bool(seen) and all(found.in_doubt for found in seen)),
+        suspect=suspect is not None or bool(one.not_brought),
+        began_at=min(began, default=None),
+        layout=next((found.layout for found in seen if found.layout is not None), None),
+        changed=changed is not None,
     )
 
 
@@ -390,8 +431,8 @@ def bring_back(
     """
     usable = [one for one in saves if one.usable and one.save.name == name]
     chosen = max(usable, key=lambda one: (one.save.attempt, one.save.stamp), default=None)
-    if chosen is None:
-        return None
+    if chosen is None or any(report.shared for node, report in reports.items() if node in addresses):
+        return None  # a node sees all of a shared folder: to bring would be to take it from the others
     sources = [
         PartSource(owner=part.owner, node=node, address=addresses[node], port=report.port, tls=report.tls)
         for node, report in sorted(reports.items())

@@ -106,6 +106,8 @@ class Checkpoints:
         """A rollback found no checkpoint in the end."""
         self._put_back: tuple[PutBack, ...] = ()
         """To be done before the attempt that is being formed: that rollback is undone."""
+        self._not_brought: dict[str, None] = {}
+        """Whole ones that were moved aside because a node could not get them. They are put back once it can."""
         self._vouched: deque[str] = deque(maxlen=SUSPECTS_KEPT)
         """An operator has put these back: they are as good as others."""
         self._skip: tuple[str, int | None, int] = ("", None, 0)
@@ -144,7 +146,8 @@ class Checkpoints:
         for checkpoint in self._before if remembered else ():
             if checkpoint.path not in found and all(_has_fallen_out_of(seen, checkpoint) for seen in reports):
                 found[checkpoint.path] = checkpoint
-        return [self._marked(checkpoint) for checkpoint in self.tiers.judged(list(found.values()))]
+        every = [*found.values(), *(one for seen in reports for one in seen)] if self.tiers.are_on else found.values()
+        return [self._marked(checkpoint) for checkpoint in self.tiers.judged([self._marked(one) for one in every])]
 
     def _marked(self, checkpoint: Checkpoint) -> Checkpoint:
         at = checkpoint.modified_at
@@ -177,6 +180,7 @@ class Checkpoints:
             self.undo_rollback()  # nothing is moved away for the sake of nothing
             self.gave_up = True
             return Resume(prepare=self._put_back), self._put_back
+        prepare = self._while_not_brought(prepare)
         for one in prepare:
             rolled = self._situation != CRASH and isinstance(one, SetAside) and one.why.startswith(ROLLED_BACK)
             if rolled or (isinstance(one, SetAside) and one.why.startswith(SUSPECT)):
@@ -185,7 +189,7 @@ class Checkpoints:
         self._distrust(candidates, self._moved if self._situation != CRASH else ())
         if self._situation != CRASH:
             prepare = self._ordered = (*self._ordered, *(one for one in prepare if one not in self._ordered))
-        prepare = (*self._put_back, *prepare)
+        prepare = (*self._put_back, *self._to_put_back(), *prepare)
         if checkpoint is None:
             return Resume(prepare=prepare), prepare
         if self._skip_until is not None and checkpoint.step is not None:
@@ -193,6 +197,24 @@ class Checkpoints:
             self._skip = (checkpoint.path, checkpoint.step, batches)
         skip = _left_out(self._skip, checkpoint)
         return Resume(path=checkpoint.path, step=checkpoint.step, prepare=prepare, skip_batches=skip), prepare
+
+    def _while_not_brought(self, prepare: tuple[Preparation, ...]) -> tuple[Preparation, ...]:
+        """What a node could not get is whole: where it has to make way for an older one, that can be undone."""
+        lacking = self.tiers.not_brought()
+        told: list[Preparation] = []
+        for one in prepare:
+            if isinstance(one, SetAside) and one.path in lacking and not one.why.startswith(ROLLED_BACK):
+                self._not_brought[one.path] = None
+                one = SetAside(path=one.path, why=f"{ROLLED_BACK}{lacking[one.path]}")
+            told.append(one)
+        _keep_newest(self._not_brought, STEPS_KEPT)
+        return tuple(told)
+
+    def _to_put_back(self) -> tuple[PutBack, ...]:
+        lacking = self.tiers.not_brought() if self._not_brought else {}
+        return tuple(
+            PutBack(path=path) for path in self._not_brought if path not in lacking and path not in self._moved
+        )
 
     def would_choose(self, members: tuple[str, ...]) -> Checkpoint | None:
         """What a restart would resume from now; changes nothing. Raises whatever the choice raises."""
@@ -272,6 +294,8 @@ class Checkpoints:
 
     def attempt_starts(self) -> None:
         """All that was to be prepared is done."""
+        for one in self._to_put_back():
+            del self._not_brought[one.path]
         self._situation, self._ordered, self._put_back, self._skip_until = CRASH, (), (), None
 
     def suspect_from(self, at: float, step: int | None, good_until: int | None = None) -> None:
@@ -673,6 +697,7 @@ class Attempts:
         if not attempt.preparer and members and prepare:
             attempt.preparer = members[0]
         bring = self.checkpoints.tiers.bring(resume.path)
+        renewed = bring is not None and attempt.bring is not None and bring != attempt.bring
         other = (bring.save.key if bring else None) != (attempt.bring.save.key if attempt.bring else None)
         if prepare != attempt.prepare or other or (attempt.preparer and attempt.preparer not in members):
             yield Form(members)
@@ -687,6 +712,9 @@ class Attempts:
                 self._nodes.touch_members(changed)
             else:
                 self._nodes.touch_all()
+        if renewed and not other and attempt is self.current:  # a source has gone, or answers at another port
+            attempt.bring = bring
+            self._nodes.touch_all()
 
     def gather(self) -> WantsAnd[Literal["enough", "too few", "more to come"]]:
         """Whether there are enough nodes for the next attempt; else see that something will happen in time."""

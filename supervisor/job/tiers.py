@@ -80,16 +80,40 @@ class Tiers:
         if present != self._present:
             self._present, self._revision = present, self._revision + 1
         if self._saves[0] != self._revision:
-            opened = frozenset(number for number in self._members if self._is_open(number))
-            settled = self._settled | {key for key in self._seen if self._has_rested(key.attempt)}
-            self._saves = (self._revision, join(self._reports, present, settled, opened))
+            numbers = self._members.keys() | {
+                part.attempt for report in self._reports.values() for part in (*report.parts, *report.mirrors)
+            }
+            opened = frozenset(number for number in numbers if self._is_open(number))
+            rested = frozenset(number for number in numbers - opened if self._has_rested(number))
+            settled = self._settled | {
+                part.key
+                for report in self._reports.values()
+                for part in (*report.parts, *report.mirrors)
+                if part.attempt in rested
+            }
+            joined = join(self._reports, present, settled, opened, numbers - opened - rested)
+            self._saves = (self._revision, joined)
         return self._saves[1]
+
+    @property
+    def _are_shared(self) -> bool:
+        """Nodes write to the same checkpoint folder: each sees all of it by itself, and nothing is brought to it."""
+        return any(report.shared for node, report in self._reports.items() if self._nodes.is_present(node))
 
     def judged(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """The candidates as all nodes together have them."""
-        if not self.are_on or not self._reports or all(report.shared for report in self._reports.values()):
-            return list(candidates)
+        if not self.are_on or not self._reports or self._are_shared:
+            first: dict[str, Checkpoint] = {}
+            for one in candidates:
+                first.setdefault(one.path, one)
+            return list(first.values())
         return judged(candidates, self.saves(), self.folder)
+
+    def not_brought(self) -> dict[str, str]:
+        """Paths of saves that a node could not get, and why."""
+        if not self.are_on or self._are_shared:
+            return {}
+        return {f"{self.folder}/{one.save.name}": one.not_brought for one in self.saves() if one.not_brought}
 
     def tiers_of(self, path: str) -> tuple[Tier, ...]:
         """Where all of a checkpoint is; of one with several versions the newest that can be had."""
@@ -120,11 +144,14 @@ class Tiers:
 
     def _is_open(self, attempt: int) -> bool:
         """Whether a node of it, which is there, has not told all that it has of it."""
-        members = self._members[attempt]
+        there = (node.name for node in self._nodes if node.present)
+        members = self._members.get(attempt, there)
         return any(self._nodes.is_present(name) and not self._rested(name, attempt) for name in members)
 
     def _has_rested(self, attempt: int) -> bool:
-        return attempt in self._members and all(self._rested(name, attempt) for name in self._members[attempt])
+        """Whether every node of it has told all. Of an attempt from before the job, or long ago, the nodes are not
+        known: those that are there count."""
+        return all(self._rested(name, attempt) for name in self._members.get(attempt, ()))
 
     def _rested(self, name: str, attempt: int) -> bool:
         report = self._reports.get(name)

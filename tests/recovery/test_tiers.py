@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from recovery.checkpoint import Checkpoint, choose
+from recovery.checkpoint import Checkpoint, RankLayout, choose
 from recovery.tiers import (
     NodePlace,
     NodeTiers,
+    NotBrought,
     PartFile,
     PublishedSave,
     SaveKey,
@@ -162,6 +163,63 @@ def test_a_folder_that_each_save_overwrites_is_left_to_the_script() -> None:
     again = SavePart(**{**_fields(second), "rewritten": True})
     joined = join({"a": NodeTiers(parts=(first,)), "b": NodeTiers(parts=(again,))}, everybody("a", "b"), set())
     assert choose(judged([], joined, HERE)) == (None, ())
+
+
+def test_what_is_whole_on_one_node_is_in_doubt_until_the_others_have_told() -> None:
+    """Whatever is not known: nothing is moved aside for it."""
+    parts = (hf(20, "a", "model.safetensors", "trainer_state.json", whole=True),)
+    found = Checkpoint(path=f"{HERE}/checkpoint-20", step=20, format="hf", complete=True, modified_at=20.0)
+    for opened in (frozenset[int](), frozenset((1,))):
+        joined = join({"a": NodeTiers(parts=parts)}, everybody("a"), set(), opened)
+        assert joined[0].open
+        assert choose(judged([found], joined, HERE)) == (None, ())
+    (lost,) = join({"a": NodeTiers(parts=parts)}, everybody("a"), set(), frozenset(), frozenset((1,)))
+    assert not lost.open
+    assert not lost.usable
+
+
+def test_a_node_that_has_all_by_itself_is_not_overruled() -> None:
+    """Its report is cut where a save has very many files."""
+    cut = SavePart(**{**_fields(two(20)[0]), "whole": True})
+    joined = join({"a": NodeTiers(parts=(cut,))}, everybody("a"), set())
+    assert choose(judged([], joined, HERE)) == (None, ())
+
+
+def test_what_nodes_have_read_in_a_save_counts() -> None:
+    (old_a, old_b), (new_a, new_b) = two(10), two(20)
+    joined = join(
+        {"a": NodeTiers(parts=(new_a, old_a)), "b": NodeTiers(parts=(new_b, old_b))}, everybody("a", "b"), set()
+    )
+    layout = RankLayout(world_size=2)
+    mine = Checkpoint(path=f"{HERE}/step-20", step=20, format="dcp", complete=False, began_at=5.0, layout=layout)
+    for bad in ({"changed": True, "why": "its bytes differ"}, {"suspect": True, "why": "a weight is not finite"}):
+        theirs = Checkpoint(path=f"{HERE}/step-20", step=20, format="dcp", **{"complete": False, **bad})
+        chosen, prepare = choose(judged([mine, theirs], joined, HERE))
+        assert chosen is not None
+        assert chosen.step == 10
+        assert [step.path for step in prepare] == [f"{HERE}/step-20"]
+    (found,) = [one for one in judged([mine], joined, HERE) if one.step == 20]
+    assert (found.layout, found.began_at, found.complete) == (layout, 5.0, True)
+
+
+def test_nothing_is_brought_into_a_folder_that_nodes_share() -> None:
+    reports = {"a": NodeTiers(parts=two(10), port=7, shared=True), "c": NodeTiers(port=7)}
+    joined = join(reports, everybody("a", "c"), set())
+    assert joined[0].usable
+    assert bring_back(joined, "step-10", reports, {"a": "h", "c": "i"}) is None
+
+
+def test_a_node_that_gets_nothing_costs_the_others_nothing() -> None:
+    """It failed at one save: another one is used. It fails at that one, too: it is the node."""
+    (old_a, old_b), (new_a, new_b) = two(10), two(20)
+    have = {"a": NodeTiers(parts=(new_a, old_a)), "b": NodeTiers(parts=(new_b, old_b))}
+    failed = tuple(NotBrought(name=f"step-{step}", attempt=1, why="no room") for step in (20, 10))
+    for count, step in ((0, 20), (1, 10), (2, 20)):
+        joined = join({**have, "c": NodeTiers(failed=failed[:count])}, everybody("a", "b", "c"), set())
+        assert all(one.whole and not one.missing for one in joined)
+        chosen, _ = choose(judged([], joined, HERE))
+        assert chosen is not None
+        assert chosen.step == step
 
 
 def test_a_published_save_is_usable_when_all_its_nodes_are_gone() -> None:

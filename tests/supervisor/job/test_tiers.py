@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from recovery.checkpoint import ROLLED_BACK, Checkpoint, PutBack
 from recovery.tiers import NodeTiers, NotBrought, PartFile, PublishedSave, SavePart
 from supervisor import messages as m
 
@@ -144,6 +145,59 @@ def test_a_save_that_a_node_cannot_get_gives_way_to_an_older_one(cluster: Cluste
     cluster.work_out()
     assert cluster.of("c").resume.step == 10
     assert cluster.of("c").tiers.bring.save.name == "step-10"
+    (aside,) = cluster.of("a").prepare
+    assert aside.path == f"{HERE}/step-20"
+    assert aside.why.startswith(ROLLED_BACK), "it is whole: that can be undone"
+    cluster.tell("c", failed=())
+    cluster.work_out()
+    assert cluster.of("c").resume.step == 20
+    assert cluster.of("c").prepare == (PutBack(path=f"{HERE}/step-20"),)
+
+
+def test_a_mover_that_was_started_again_is_asked_at_its_new_port(cluster: Cluster) -> None:
+    cluster.save(10)
+    cluster.driver.crash("a", 1)
+    cluster.rest("a", "b")
+    number = cluster.driver.number
+    cluster.tell("b", port=7001)
+    cluster.work_out()
+    assert {one.port for one in cluster.of("a").tiers.bring.sources if one.node == "b"} == {7001}
+    assert cluster.driver.number == number
+
+
+def hf(step: int, attempt: int = 0) -> SavePart:
+    return SavePart(
+        name=f"checkpoint-{step}",
+        owner="a",
+        attempt=attempt,
+        format="hf",
+        step=step,
+        modified_at=float(step),
+        files=(PartFile(name=f"checkpoint-{step}/trainer_state.json", size=10),),
+        whole=True,
+    )
+
+
+@pytest.mark.parametrize("attempt", [0, 900])
+def test_what_was_there_before_the_job_is_resumed_from(make_driver: Any, attempt: int) -> None:
+    """Its attempt is none of this job's, or was so long ago that its nodes are forgotten."""
+    driver = make_driver(nodes_min=1, nodes_max=1, checkpoint_dirs=(HERE,), publish_to="/shared", mode="enforce")
+    driver.join("a")
+    found = tuple(
+        Checkpoint(path=f"{HERE}/checkpoint-{s}", step=s, format="hf", complete=True, modified_at=float(s))
+        for s in (200, 100)
+    )
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=found, folders=(HERE,))
+    driver.tell(m.TiersSeen, node="a", tiers=NodeTiers(port=7000, parts=(hf(200, attempt), hf(100, attempt))))
+    driver.fire("tiers")
+    order = driver.told["a"]
+    assert order.prepare == ()
+    if attempt:
+        assert order.resume.path == "", "not every node has looked yet"
+        tiers = NodeTiers(port=7000, parts=(hf(200, attempt), hf(100, attempt)), rested=attempt)
+        driver.tell(m.TiersSeen, node="a", tiers=tiers)
+        driver.fire("tiers")
+    assert driver.told["a"].resume.path == f"{HERE}/checkpoint-200"
 
 
 def test_with_its_peer_gone_too_the_published_one_is_left(cluster: Cluster) -> None:
