@@ -189,11 +189,13 @@ def _forget_pages(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def need_room(folder: int | str | Path, size: int) -> None:
-    """Raises OSError (ENOSPC) where a copy of `size` bytes would leave too little free."""
+def need_room(folder: int | str | Path, size: int, *, reserve: int = 0, share: float = KEEP_FREE) -> None:
+    """Raises OSError (ENOSPC) where a copy of `size` bytes would leave less free than `reserve` bytes, or than that
+    share of the file system."""
     found = os.fstatvfs(folder) if isinstance(folder, int) else os.statvfs(folder)
-    if found.f_blocks and found.f_bavail * found.f_frsize < size + KEEP_FREE * found.f_blocks * found.f_frsize:
-        raise OSError(errno.ENOSPC, f"no room for {size} bytes beside a reserve of {KEEP_FREE:.0%}")
+    kept = max(reserve, int(share * found.f_blocks * found.f_frsize))
+    if found.f_blocks and found.f_bavail * found.f_frsize < size + kept:
+        raise OSError(errno.ENOSPC, f"no room for {size} bytes beside a reserve of {kept} bytes")
 
 
 def pieces(descriptor: int, pace: CopyPace) -> Iterator[bytes]:
@@ -224,12 +226,16 @@ def copy(source: Path, name: str, target: Path, new_name: str, pace: CopyPace, c
             return new.finish(mtime_ns=about.st_mtime_ns)
 
 
-def checksum(base: Path, name: str) -> Copied:
-    """Raises OSError, CopyError."""
+def checksum(base: Path, name: str, word: Callable[[], object], every_s: float) -> Copied:
+    """`word` is called every so often. Raises OSError, CopyError."""
     crc, size = 0, 0
+    said = time.monotonic()
     with reading(base, name) as descriptor:
         while data := os.read(descriptor, CHUNK):
             crc, size = zlib.crc32(data, crc), size + len(data)
+            if time.monotonic() - said >= every_s:
+                word()
+                said = time.monotonic()
     return Copied(size, crc)
 
 

@@ -39,6 +39,10 @@ class Seen(NamedTuple):
     """It stands still, and nothing in it is half written: it may be copied."""
     versions: dict[str, Version]
     """Of the part's files."""
+    still: bool = True
+    """It may be reported."""
+    odd_name: str = ""
+    """A file whose name cannot be copied: the part is not."""
 
 
 class Brought(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,18 +67,19 @@ class Notes(msgspec.Struct, kw_only=True):
 class LocalParts:
     """`look` again and again."""
 
-    def __init__(self, folder: Path, node: str, inspect: Callable[[Path], Checkpoint | None]) -> None:
+    def __init__(self, folder: Path, home: Path, node: str, inspect: Callable[[Path], Checkpoint | None]) -> None:
+        """`home`: where this job keeps its notes."""
         self.folder = folder
         self._node = node
         self._inspect = inspect
-        self._file = folder / MIRRORS / f"notes-{node}.json"
+        self._file = home / f"notes-{node}.json"
         self._notes = self._read_notes()
         self._stood: dict[str, tuple[object, float]] = {}
         """Save -> its files as they were seen, and since when."""
         self._judged: dict[str, tuple[object, Checkpoint | None, dict[str, int]]] = {}
         """Save -> its files as they were when they were read, the verdict, what it needs."""
-        self._moved: dict[str, tuple[int, dict[str, Version]]] = {}
-        """Save -> the attempt that wrote it, and its files as they stood still."""
+        self._moved: dict[str, tuple[int, bool, dict[str, Version]]] = {}
+        """Save -> the attempt that wrote it, whether it was whole, and its files as they stood still."""
 
     def look(
         self, paths: Sequence[str], attempt: int, since: float, now: float, *, at_rest: bool = False
@@ -105,7 +110,12 @@ class LocalParts:
         own = {file: version for file, version in versions.items() if foreign.get(file) != version}
         if not own and foreign:
             return None  # all of it came from elsewhere
-        files = {file: version for file, version in own.items() if not is_temporary(os.path.basename(file))}
+        odd = next((file for file in own if why_bad_name(file)), "")
+        files = {
+            file: version
+            for file, version in own.items()
+            if not is_temporary(os.path.basename(file)) and not why_bad_name(file)
+        }
         single = name in versions
         stood_s = self._stood_s(name, versions, now)
         verdict, needs, is_new = self._verdict(name, versions, stood_s > 0 or at_rest)
@@ -115,7 +125,7 @@ class LocalParts:
         too_many = len(files) > FILES_IN_PART
         format_name = verdict.format if verdict is not None else "folder"
         half = len(files) < len(own) or not files or (format_name in SINGLE_FILES and not whole)
-        movable = still and not half and not too_many
+        movable = still and not half and not too_many and not odd
         writer = self._attempt(name, newest_ns, attempt, since)
         part = SavePart(
             name=name,
@@ -127,20 +137,24 @@ class LocalParts:
             modified_at=newest_ns / 1e9,
             files=tuple(PartFile(name=file, size=size) for file, (size, _) in sorted(files.items())[:FILES_IN_PART]),
             whole=whole,
-            why=(verdict.why if verdict is not None else "") or ("" if whole else "it is being written"),
+            why=_as_text(verdict.why if verdict is not None else "") or ("" if whole else "it is being written"),
             needs=tuple(PartFile(name=file, size=size) for file, size in sorted(needs.items())),
-            rewritten=not single and self._is_rewritten(name, writer, files, movable),
+            rewritten=not single and self._is_rewritten(name, writer, files, movable, whole),
         )
-        return Seen(part, movable and not part.rewritten, files)
+        return Seen(part, movable and not part.rewritten, files, still, _as_text(odd))
 
-    def _is_rewritten(self, name: str, writer: int, files: dict[str, Version], movable: bool) -> bool:
-        """Whether what stood still was written again. (Files that come later are no rewriting.)"""
-        before, known = self._moved.get(name, (writer, {}))
-        if before == writer and any(files.get(file, version) != version for file, version in known.items()):
+    def _is_rewritten(self, name: str, writer: int, files: dict[str, Version], movable: bool, whole: bool) -> bool:
+        """Whether what stood still was written again. Files that come later are no rewriting, nor is a file that goes
+        on to grow after a pause, unless the part was whole."""
+        before, was_whole, known = self._moved.get(name, (writer, False, {}))
+        again = [
+            version[0] <= old[0] or was_whole for file, old in known.items() if (version := files.get(file, old)) != old
+        ]
+        if before == writer and any(again):
             self._notes.rewritten[name] = writer
             self._write_notes()
         if movable:
-            self._moved[name] = (writer, files)
+            self._moved[name] = (writer, whole, files)
         return self._notes.rewritten.get(name) == writer
 
     def _stood_s(self, name: str, versions: dict[str, Version], now: float) -> float:
@@ -169,7 +183,8 @@ class LocalParts:
                     found = dcp_needs(self.folder / folder)
                 except OSError:
                     continue
-                needs.update({f"{folder}/{one}" if folder else one: size for one, size in found.items()})
+                named = {f"{folder}/{one}" if folder else one: size for one, size in found.items()}
+                needs.update({one: size for one, size in named.items() if not why_bad_name(one)})
         self._judged[name] = (versions, verdict, needs)
         return verdict, needs, True
 
@@ -220,6 +235,11 @@ class LocalParts:
             write_atomically(self._file, msgspec.json.encode(self._notes), 0o600)
         except OSError:
             pass  # written again with the next change
+
+
+def _as_text(text: str) -> str:
+    """What can be sent: names of files need not be UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _versions(base: Path, name: str) -> dict[str, Version] | None:

@@ -72,6 +72,11 @@ MANIFEST_BYTES: Final = 8 << 20
 OWNERS: Final = 64
 """Nodes whose parts are kept here."""
 
+KEEP_FREE_OF_MIRRORS: Final = 0.1
+"""So much of the disk that the script saves to stays free of others' parts."""
+WORD_EVERY_S: Final = 5.0
+"""While a file is summed up, the caller hears so often that we are at it."""
+
 _LENGTH = struct.Struct("!I")
 
 log = logging.getLogger("unbroken.mover")
@@ -226,10 +231,14 @@ def folder_of(owner: str, key: SaveKey) -> str:
 
 
 class Mirrors:
-    """Other nodes' parts on this node's disk. Several threads."""
+    """Other nodes' parts on this node's disk. Several threads. Each job has its own folder: what another job left is
+    neither used nor removed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.home = make_private(folder / MIRRORS)
+    def __init__(self, folder: Path, job: str) -> None:
+        self.top = make_private(folder / MIRRORS)
+        self.home = make_private(self.top / job)
+        self.own_bytes = 0
+        """Of this node's newest save: there must be room for two more."""
         self._whole: dict[tuple[str, SaveKey], Mirror] = {}
         self._busy: set[str] = set()
         self._lock = threading.Lock()
@@ -256,6 +265,7 @@ class Mirrors:
         if not own.exists() and sum(entry.is_dir() for entry in os.scandir(self.home)) >= OWNERS:
             raise CopyError("this node mirrors for too many others already")
         make_private(own)
+        self._drop_half(owner, but=key)
         make_private(self.home / folder_of(owner, key))
         return make_private(self.data(owner, key))
 
@@ -292,32 +302,58 @@ class Mirrors:
     def make_room(self, owner: str, key: SaveKey, data: Path, size: int) -> None:
         """On a disk that is nearly full the oldest mirror goes before the new one is whole; one always stays."""
         try:
-            need_room(data, size)
+            self._need_room(data, size)
         except OSError:
             with self._lock:
                 held = [one for name, one in self._whole if name == owner and one != key]
                 if len(held) < MIRRORS_KEPT:
-                    return
+                    raise
                 oldest = min(held, key=lambda one: (one.attempt, self._whole[owner, one].part.modified_at))
                 del self._whole[owner, oldest]
                 self.changes += 1
-            folder = self.home / folder_of(owner, oldest)
-            (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is not whole
-            remove_ours(folder)
+            self._remove(self.home / folder_of(owner, oldest))
+            self._need_room(data, size)
 
-    def _drop_old(self, owner: str) -> None:
-        """Only whole newer ones push out old ones; what was left half is removed with them."""
+    def _need_room(self, data: Path, size: int) -> None:
+        need_room(data, size, reserve=2 * self.own_bytes, share=KEEP_FREE_OF_MIRRORS)
+
+    def drop_left(self, before: float) -> None:
+        """Mirrors of owners that no longer mirror here. `before`: a newer save than of that time (Unix) is published;
+        an owner of which nothing newer is here has gone, or mirrors elsewhere."""
         with self._lock:
-            held = [(key, mirror.part.modified_at) for (name, key), mirror in self._whole.items() if name == owner]
-            for key in mirrors_to_drop(held):
-                del self._whole[owner, key]
+            newest: dict[str, float] = {}
+            for (owner, _), mirror in self._whole.items():
+                newest[owner] = max(newest.get(owner, 0.0), mirror.part.modified_at)
+            left = [at for at in self._whole if newest[at[0]] < before and at[0] not in self._busy]
+            for at in left:
+                del self._whole[at]
+                self.changes += 1
+        for owner, key in left:
+            self._remove(self.home / folder_of(owner, key))
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
+        (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is not whole
+        remove_ours(folder)
+
+    def _drop_half(self, owner: str, but: SaveKey) -> None:
+        """What was left half: of one owner there is never more than one that may become whole."""
+        with self._lock:
             kept = {folder_of(owner, key) for name, key in self._whole if name == owner}
-        if len(kept) < MIRRORS_KEPT:
-            return
+        kept.add(folder_of(owner, but))
         for entry in list(os.scandir(self.home / owner)):
             if f"{owner}/{entry.name}" not in kept and entry.is_dir(follow_symlinks=False):
-                (Path(entry.path) / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is not whole
-                remove_ours(Path(entry.path))
+                self._remove(Path(entry.path))
+
+    def _drop_old(self, owner: str) -> None:
+        """Only whole newer ones push out old ones."""
+        with self._lock:
+            held = [(key, mirror.part.modified_at) for (name, key), mirror in self._whole.items() if name == owner]
+            old = mirrors_to_drop(held)
+            for key in old:
+                del self._whole[owner, key]
+        for key in old:
+            self._remove(self.home / folder_of(owner, key))
 
     def _find(self) -> None:
         """What an earlier mover left whole."""
@@ -392,12 +428,17 @@ class PeerServer:
             threading.Thread(target=self._serve, args=(connection,), name="peer", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        watched = connection.dup()
+        deadline = threading.Timer(PROOF_S, _hang_up, (watched,))
         try:
             connection.settimeout(PROOF_S)
+            deadline.daemon = True
+            deadline.start()
             if self._tls is not None:
                 connection = self._tls.wrap_socket(connection, server_side=True)
             wire = accept(connection, self._secret)
             request = wire.receive()
+            deadline.cancel()
             connection.settimeout(TIMEOUT_S)
             while request is not None:
                 self._answer(wire, request)
@@ -407,8 +448,10 @@ class PeerServer:
         except Exception:
             log.exception("a peer's request failed")
         finally:
-            self._free.release()
+            deadline.cancel()
+            watched.close()
             connection.close()
+            self._free.release()
 
     def _answer(self, wire: Wire, request: dict[str, Any]) -> None:
         handlers = {"have": self._have, "put": self._put, "whole": self._whole, "list": self._list, "get": self._get}
@@ -436,7 +479,7 @@ class PeerServer:
             data = self._mirrors.begin(owner, key)
             there = look(data, name)
             if there is not None and (there.st_size, there.st_mtime_ns) == (size, mtime_ns):
-                wire.send({"crc": checksum(data, name).crc})
+                wire.send({"crc": checksum(data, name, lambda: wire.send({"wait": True}), WORD_EVERY_S).crc})
                 return
             self._mirrors.make_room(owner, key, data, size)
             with NewFile(data, name, size) as file:
@@ -501,6 +544,12 @@ class PeerServer:
         return (self._mirrors.data(owner, key), mirror.part) if mirror is not None else None
 
 
+def _hang_up(connection: socket.socket) -> None:
+    """Whoever waits on it is woken, and finds it closed."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def _in_a_hurry() -> CopyPace:
     """Who fetches is waited for by ranks."""
     pace = CopyPace()
@@ -537,7 +586,8 @@ def send_part(wire: Wire, part: SavePart, folder: Path, pace: CopyPace, count: C
                 raise CopyError(f"{file.name} has changed")
             more = {"file": file.name, "size": file.size, "mtime_ns": about.st_mtime_ns}
             wire.send(_request("put", part.owner, part.key, **more))
-            answer = wire.answer()
+            while (answer := wire.answer()).get("wait"):
+                count(0)
             if answer.get("send"):
                 wire.send({"crc": _send(wire, descriptor, pace, count)})
                 answer = wire.answer()

@@ -42,7 +42,7 @@ from supervisor.mover.copying import CopyError, CopyPace, copy, need_room
 from supervisor.mover.parts import LocalParts, Seen
 from supervisor.mover.peer import Mirrors, PeerError, PeerServer, call, fetch_file, send_part
 from supervisor.mover.protocol import MoverOrders, MoverSetup, MoverStatus
-from supervisor.mover.publish import Publisher
+from supervisor.mover.publish import Publisher, job_digest
 from supervisor.wire.authentication import SharedSecret
 from supervisor.wire.tls import client_context
 
@@ -53,9 +53,19 @@ RECORDS_EVERY_S: Final = 30.0
 MARK_EVERY_S, MARK_OLD_S = 20.0, 70.0
 """Of the mark by which nodes see that they share a checkpoint folder."""
 FAILED_KEPT: Final = 16
+BRING_AGAIN_S, BRING_PAUSE_S = 60.0, 2.0
+"""So long a source that does not give what it has is asked again: its mover may just be starting."""
+GONE_S: Final = 120.0
+"""So long after the script has removed a save, what was staged of it is removed: nobody commits it any more."""
+LEFT_S: Final = 3600.0
+"""Mirrors so much older than what is published, and their owner sends no newer ones: they are of no use."""
 SET_BEFORE: Final = "replaced by the copy that all nodes of the next attempt have"
 
 log = logging.getLogger("unbroken.mover")
+
+
+class GaveWay(CopyError):
+    """A copy ends: something more urgent is to be done."""
 
 
 class Mover:
@@ -66,19 +76,27 @@ class Mover:
         token = read_token(Path(setup.token_file), shared=setup.shared_token)
         self._secret = SharedSecret(token)
         formats, _ = load_formats()
-        self._mirrors = Mirrors(self._folder)
-        self._parts = LocalParts(self._folder, setup.node, lambda path: inspect(path, formats))
+        self._mirrors = Mirrors(self._folder, job_digest(Path(setup.job_dir), token))
+        self._parts = LocalParts(self._folder, self._mirrors.home, setup.node, lambda path: inspect(path, formats))
         self._publisher = Publisher(Path(setup.publish_to), Path(setup.job_dir), setup.node)
+        self._problems: dict[str, str] = {}
         self._tls_server, self._tls_client = self._tls()
         self._server = PeerServer(self._mirrors, self._secret, self._offered, tls=self._tls_server)
+        if "tls" in self._problems:
+            self._server.close()  # not without the certificate that was asked for
         self._lock = threading.Lock()
         self._looking = threading.Lock()
         self._orders = MoverOrders()
         self._seen: tuple[Seen, ...] = ()
-        self._staged: set[SaveKey] = set()
+        self._reported: dict[str, SavePart] = {}
+        """Own parts by the save's name, as they last stood still."""
+        self._staged: dict[SaveKey, SavePart] = {}
+        """As what each was staged: a file may come later."""
+        self._gone: dict[SaveKey, float] = {}
+        """Staged, but no part of this node any more: since when."""
         self._failed: dict[SaveKey, NotBrought] = {}
         self._counts = {"brought": 0, "mirrored": 0, "published": 0}
-        self._problems: dict[str, str] = {}
+        self.bring_again_s = BRING_AGAIN_S
         self._mirrored: dict[SaveKey, tuple[str, SavePart]] = {}
         """Own part -> the peer that has it, and as what."""
         self._rested = self._brought = 0
@@ -99,14 +117,18 @@ class Mover:
                 server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
                 server.load_cert_chain(setup.tls_cert, setup.tls_key or None)
             except OSError as error:
-                log.warning("peers are answered without TLS: %s: %s", setup.tls_cert, error)
-                server = None
+                self._problem(
+                    "tls",
+                    f"{setup.node} mirrors for no other node: its certificate {setup.tls_cert} or key cannot be "
+                    f"read: {error.strerror or error}",
+                )
         client = client_context(setup.tls_ca) if setup.tls_ca else ssl.create_default_context()
         client.check_hostname = False
         return server, client
 
     def start(self) -> None:
-        self._server.start()
+        if not self._server.stopped:
+            self._server.start()
         for target in (self._look_again_and_again, self._serve_peer, self._publish):
             threading.Thread(target=self._guarded, args=(target,), name=target.__name__, daemon=True).start()
 
@@ -142,14 +164,35 @@ class Mover:
         with self._lock:
             changed = seen != self._seen
             self._seen = seen
-            keys = {one.part.key for one in seen}
-            self._staged &= keys
+            now = {one.part.key: one.part for one in seen}
+            keys = set(now)
+            self._staged = {key: part for key, part in self._staged.items() if now.get(key) == part}
+            self._report(seen)
+            self._mirrors.own_bytes = max((one.part.size_bytes for one in seen[:2]), default=0)
             self._mirrored = {key: peer for key, peer in self._mirrored.items() if key in keys}
             self._rested = orders.rest
+        odd = next((one for one in seen if one.odd_name), None)
+        self._problem(
+            "names",
+            f"{odd.part.name} is not copied: the name of {odd.odd_name[:80]!r} in it is not usable elsewhere"
+            if odd
+            else "",
+        )
         if changed:
             self._new_parts.set()
             self._to_publish.set()
         self.tell()
+
+    def _report(self, seen: tuple[Seen, ...]) -> None:
+        """What others hear of: parts as they stand still. One that changes is told as it was before."""
+        reported: dict[str, SavePart] = {}
+        for one in seen:
+            before = self._reported.get(one.part.name)
+            if one.still or one.part.rewritten:
+                reported[one.part.name] = one.part
+            elif before is not None and before.key == one.part.key:
+                reported[one.part.name] = before
+        self._reported = reported
 
     def _mark(self) -> None:
         """Whether other nodes use this very folder is seen by the marks that they leave in it."""
@@ -157,14 +200,14 @@ class Mover:
         if now - self._marked_at < MARK_EVERY_S:
             return
         self._marked_at = now
-        own = self._mirrors.home / f"here-{self._setup.node}"
+        own = self._mirrors.top / f"here-{self._setup.node}"
         try:
             write_atomically(own, b"", 0o600)
             at = own.stat().st_mtime
-            marks = [entry for entry in os.scandir(self._mirrors.home) if entry.name.startswith("here-")]
+            marks = [entry for entry in os.scandir(self._mirrors.top) if entry.name.startswith("here-")]
             others = [entry for entry in marks if entry.name != own.name and at - entry.stat().st_mtime < MARK_OLD_S]
         except OSError as error:
-            self._problem("local", f"{self._mirrors.home} cannot be written: {error.strerror}")
+            self._problem("local", f"{self._mirrors.top} cannot be written: {error.strerror}")
             return
         self._problem("local", "")
         self._shared = bool(others)
@@ -200,6 +243,8 @@ class Mover:
                 idle = not self.mirror()
                 self._problem("mirror", "")
                 again_s = AGAIN_S
+            except GaveWay:
+                continue
             except (OSError, PeerError, CopyError) as error:
                 peer = orders.peer.node if orders.peer is not None else "its peer"
                 self._problem("mirror", f"checkpoints of {self._setup.node} are not mirrored to {peer}: {error}")
@@ -224,13 +269,18 @@ class Mover:
             return False
         wire, connection = call(peer.address, peer.port, self._secret, self._tls_client if peer.tls else None)
         try:
-            send_part(wire, todo, self._folder, CopyPace(), self._counter("mirrored"))
+            send_part(wire, todo, self._folder, CopyPace(), self._count_mirrored)
         finally:
             connection.close()
         with self._lock:
             self._mirrored[todo.key] = (peer.node, todo)
         self.tell()
         return True
+
+    def _count_mirrored(self, more: int) -> None:
+        if self._orders.bring is not None and self._orders.bring_number > self._brought:
+            raise GaveWay("ranks wait for a checkpoint")
+        self._counts["mirrored"] += more
 
     def _counter(self, tier: str) -> Callable[[int], None]:
         def count(more: int) -> None:
@@ -242,7 +292,7 @@ class Mover:
         """Have all files of a save here. What cannot be had is told."""
         key = wanted.save.key
         try:
-            problem = why_bad_save(wanted.save) or self._fetch_all(wanted)
+            problem = why_bad_save(wanted.save) or self._fetch_all(wanted, number)
         except (OSError, PeerError, CopyError, PreparationError, NotOurFolder) as error:
             problem = str(error) or repr(error)
         with self._lock:
@@ -255,7 +305,7 @@ class Mover:
             self._brought, self._bring_problem = number, problem
         self.look()
 
-    def _fetch_all(self, wanted: BringBack) -> str:
+    def _fetch_all(self, wanted: BringBack, number: int) -> str:
         save = wanted.save
         if not save.files:  # only published: its record has the names
             self._publisher.read_records()
@@ -263,15 +313,22 @@ class Mover:
             if published is None:
                 return f"{save.name} is not in {self._setup.publish_to} as it was published"
             save = published
+        if self._is_shared():
+            if self._parts.has_all(save):
+                return ""
+            return f"{self._folder} is shared between nodes: nothing is replaced there"
         missing = self._missing(save)
         if missing:
             need_room(self._folder, sum(file.size for file in save.files if file.name in missing))
             self._make_way(save, missing)
-        problems: list[str] = []
+        deadline = time.monotonic() + self.bring_again_s
         for group in commit_groups(missing):
             problems = self._fetch(wanted, save, group)
+            while problems and time.monotonic() < deadline and self._orders.bring_number <= number:
+                time.sleep(BRING_PAUSE_S)
+                problems = self._fetch(wanted, save, list(problems))
             if problems:
-                return f"{problems[0]} ({len(problems)} of {len(missing)} files)"
+                return f"{next(iter(problems.values()))} ({len(problems)} of {len(missing)} files)"
         self._parts.note_brought(save, missing)
         self._write_tracker(save)
         found = inspect(self._folder / save.name)
@@ -279,13 +336,21 @@ class Mover:
             return f"{save.name} is not whole although all of it was brought: {found.why}"
         return ""
 
+    def _is_shared(self) -> bool:
+        """Looked at once more: a node may have joined just now."""
+        with self._looking:
+            self._marked_at = float("-inf")
+            self._mark()
+        return self._shared
+
     def _missing(self, save: Save) -> list[str]:
         """The files that this node must get. Its own part of this very save stays."""
         own = {one.part.key: one.part for one in self._seen}
         mine = own.get(save.key)
         kept = {file.name: file.size for file in mine.files} if mine is not None else {}
         single = next((part for part in own.values() if part.name == save.name and part.format in SINGLE_FILES), None)
-        if single is not None and single.whole and single.step is not None and single.step == save.step:
+        same = single is not None and single.attempt == save.attempt and single.step == save.step
+        if single is not None and same and single.whole and single.step is not None:
             return []  # each node writes a file of its own
         brought = self._parts.brought.get(save.name)
         if brought is not None and brought.save.key == save.key:
@@ -307,8 +372,8 @@ class Mover:
             if os.path.lexists(path):
                 set_aside(path, f"{SET_BEFORE}: step {save.step}")
 
-    def _fetch(self, wanted: BringBack, save: Save, names: list[str]) -> list[str]:
-        """Why files could not be had, one sentence each."""
+    def _fetch(self, wanted: BringBack, save: Save, names: list[str]) -> dict[str, str]:
+        """The files that could not be had, and why."""
         sizes = {file.name: (file.size, file.owner) for file in save.files}
         left = list(names)
         problems: dict[str, str] = {}
@@ -334,7 +399,7 @@ class Mover:
                 problems[source.owner] = f"{source.node} does not give the part of {source.owner}: {error}"
         if left and wanted.published:
             left = self._from_published(save, left, problems)
-        return [problems.get(sizes[name][1], f"no node has {name}") for name in left]
+        return {name: problems.get(sizes[name][1], f"no node has {name}") for name in left}
 
     def _from_own_mirror(
         self, owner: str, save: Save, names: list[str], sizes: dict[str, tuple[int, str]]
@@ -380,35 +445,66 @@ class Mover:
         again_s, read_at = AGAIN_S, float("-inf")
         while True:
             self._to_publish.clear()
+            problem = ""
             try:
                 if time.monotonic() - read_at > RECORDS_EVERY_S:
                     self._publisher.read_records()
                     read_at = time.monotonic()
-                idle = not (self.commit() or self.stage())
-                self._problem("publish", "")
-                again_s = AGAIN_S
+                    self.tidy(read_at)
             except (OSError, CopyError) as error:
-                why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                self._problem("publish", f"checkpoints are not published to {self._setup.publish_to}: {why}")
-                idle, again_s = True, min(again_s * 2, LONGEST_AGAIN_S)
+                problem = _words(error)
+            worked, failed = self.publish()
+            problem = failed or problem
+            told = f"checkpoints are not published to {self._setup.publish_to}: {problem}" if problem else ""
+            self._problem("publish", told)
+            again_s = min(again_s * 2, LONGEST_AGAIN_S) if problem else AGAIN_S
             self.tell()
-            if idle:
+            if not worked:
                 self._to_publish.wait(again_s)
 
+    def publish(self) -> tuple[bool, str]:
+        """Commit and stage one save each: what cannot be committed holds up no other. Whether something was done, and
+        what went wrong."""
+        worked, problem = False, ""
+        for step in (self.commit, self.stage):
+            try:
+                worked = step() or worked
+            except (OSError, CopyError) as error:
+                problem = problem or _words(error)
+        return worked, problem
+
     def commit(self) -> bool:
-        """Let a save appear. False: none is ordered. Raises OSError, CopyError."""
-        published = {one.key for one in self._publisher.published}
-        save = next((save for save in self._orders.commit if save.key not in published), None)
-        if save is None:
-            return False
-        self._publisher.commit(save)
-        return True
+        """Let saves appear, as many as are ordered. False: none is. Raises OSError, CopyError: of the first that
+        cannot, after the others."""
+        todo = [save for save in self._orders.commit if not self._publisher.is_published(save.key)]
+        failed: OSError | CopyError | None = None
+        for save in todo:
+            try:
+                self._publisher.commit(save)
+            except (OSError, CopyError) as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return bool(todo)
+
+    def tidy(self, now: float) -> None:
+        """Remove what nobody needs any more: staged files of saves that the script has removed, and mirrors of nodes
+        that mirror elsewhere. `now`: monotonic. Raises OSError."""
+        with self._lock:
+            needed = {one.part.key for one in self._seen} | {save.key for save in self._orders.commit}
+        gone = [key for key in self._publisher.staged_here() if key not in needed]
+        self._gone = {key: self._gone.get(key, now) for key in gone}
+        for key in gone:
+            if now - self._gone[key] >= GONE_S:
+                self._publisher.drop(key)
+        newest = max((one.modified_at for one in self._publisher.published()), default=0.0)
+        self._mirrors.drop_left(newest - LEFT_S)
 
     def stage(self) -> bool:
         """Copy the newest own part that is not in the shared folder yet. False: there is none."""
-        published = {one.key for one in self._publisher.published}
-        done = published | self._staged
-        part = next((one.part for one in self._seen if one.movable and one.part.key not in done), None)
+        newest = self._seen[:PARTS_REPORTED]  # what nobody hears of is never committed
+        todo = (one.part for one in newest if one.movable and self._staged.get(one.part.key) != one.part)
+        part = next((part for part in todo if not self._publisher.is_published(part.key)), None)
         if part is None or (self._shared and not self._leads()):
             return False
         if why := self._publisher.why_not_free(Save(name=part.name, format=part.format)):
@@ -419,14 +515,12 @@ class Mover:
 
         if self._publisher.stage(part, self._folder, CopyPace(), self._counter("published"), wanted):
             with self._lock:
-                self._staged.add(part.key)
-        else:
-            self._publisher.drop(part.key)
-        return True
+                self._staged[part.key] = part
+        return True  # what is not wanted any more goes with `tidy`; a part that grew is staged anew
 
     def _leads(self) -> bool:
         """Of the nodes that share a folder, one publishes."""
-        marks = sorted(entry.name for entry in os.scandir(self._mirrors.home) if entry.name.startswith("here-"))
+        marks = sorted(entry.name for entry in os.scandir(self._mirrors.top) if entry.name.startswith("here-"))
         return marks[:1] == [f"here-{self._setup.node}"]
 
     # ----- telling -----
@@ -440,7 +534,7 @@ class Mover:
     def status(self) -> MoverStatus:
         with self._lock:
             seen, orders = self._seen, self._orders
-            own = tuple(one.part for one in seen)[:PARTS_REPORTED]
+            own = tuple(self._reported.values())[:PARTS_REPORTED]
             brought = [
                 _part_of(one.save, owner)
                 for one in self._parts.brought.values()
@@ -448,23 +542,25 @@ class Mover:
                 for owner in one.save.owners
                 if owner != self._setup.node
             ]
-            published = self._publisher.published
+            mirrors = tuple({(one.owner, one.key): one for one in (*brought[-64:], *self._mirrors.parts)}.values())
+            asked = {one.part.key for one in seen} | {part.key for part in (*own, *mirrors)}
+            asked |= {save.key for save in orders.commit}
+            published = self._publisher.published(asked)
             whole = {one.key for one in published}
+            staged = set(self._staged) - whole
             waiting = [
                 one.part.modified_at
                 for one in seen
                 if one.movable
-                and not (
-                    one.part.key in whole | self._staged and (orders.peer is None or one.part.key in self._mirrored)
-                )
+                and not (one.part.key in whole | staged and (orders.peer is None or one.part.key in self._mirrored))
             ]
             tiers = NodeTiers(
                 parts=own,
-                mirrors=tuple({(one.owner, one.key): one for one in (*brought[-64:], *self._mirrors.parts)}.values()),
-                staged=tuple(sorted((key.name, key.attempt, key.stamp) for key in self._staged)),
+                mirrors=mirrors,
+                staged=tuple(sorted((key.name, key.attempt, key.stamp) for key in staged)),
                 published=published,
                 failed=tuple(self._failed.values()),
-                port=self._server.port,
+                port=0 if self._server.stopped else self._server.port,
                 tls=self._tls_server is not None,
                 shared=self._shared,
                 rested=self._rested,
@@ -487,6 +583,10 @@ class Mover:
             return
         self._said = status
         self._say(status)
+
+
+def _words(error: OSError | CopyError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _part_of(save: Save, owner: str) -> SavePart:

@@ -8,12 +8,13 @@ after a crash knows what is ours; what is not ours is never replaced.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Final, Literal
 
@@ -28,12 +29,14 @@ from recovery.tiers import (
     SavePart,
     commit_groups,
     tracker_of,
+    why_bad_name,
     why_bad_save,
 )
 from supervisor.files import write_atomically
 from supervisor.mover.copying import (
     CopyError,
     CopyPace,
+    checked,
     copy,
     look,
     make_private,
@@ -48,6 +51,7 @@ RECORDS: Final = "published"
 """In the job folder."""
 RECORD_BYTES: Final = 16 << 20
 RECORDS_READ: Final = 512
+"""The newest; an older one is read when its save is asked for."""
 PUBLISHED_REPORTED: Final = 4
 
 
@@ -61,12 +65,31 @@ class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of the files under their final names, once it is whole."""
 
 
+class StagedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """`part-<node>.json` beside the staged files of a save: which of them are this node's."""
+
+    name: str
+    attempt: int
+    stamp: int
+    files: tuple[str, ...]
+
+    @property
+    def key(self) -> SaveKey:
+        return SaveKey(self.name, self.attempt, self.stamp)
+
+
+def job_digest(job_dir: Path, token: str) -> str:
+    """Tells one job from another that used the same folders before."""
+    key = hashlib.sha256(token.encode()).digest()
+    return hashlib.blake2b(os.fsencode(os.path.realpath(job_dir)), digest_size=16, key=key).hexdigest()
+
+
 def key_folder(key: SaveKey) -> str:
     return hashlib.blake2b(f"{key.name}\0{key.attempt}\0{key.stamp}".encode(), digest_size=16).hexdigest()
 
 
 class Publisher:
-    """One thread stages and commits; `published` may be read by others."""
+    """One thread stages and commits; `is_published` and `published` may be asked by others."""
 
     def __init__(self, target: Path, job_dir: Path, node: str) -> None:
         self.target = target
@@ -77,7 +100,16 @@ class Publisher:
         self._known: dict[str, PublishRecord] = {}
         """By the name of the save."""
         self._read: dict[str, int] = {}
-        self.published: tuple[PublishedSave, ...] = ()
+        self._whole: dict[SaveKey, PublishedSave] = {}
+        """What is published, the newest first. Replaced, never changed."""
+
+    def is_published(self, key: SaveKey) -> bool:
+        return key in self._whole
+
+    def published(self, also: Set[SaveKey] = frozenset()) -> tuple[PublishedSave, ...]:
+        """The newest ones, and those of `also`."""
+        whole = self._whole
+        return tuple(one for at, (key, one) in enumerate(whole.items()) if at < PUBLISHED_REPORTED or key in also)
 
     # ----- staging -----
 
@@ -89,6 +121,7 @@ class Publisher:
         Raises OSError, CopyError.
         """
         data = self._data(part.key)
+        self._note_staged(part, data)
         missing = [file for file in part.files if not self._is_staged(source, data, file.name)]
         need_room(data, sum(file.size for file in missing))
         for file in missing:
@@ -113,45 +146,95 @@ class Publisher:
         make_private(self._home / key_folder(key))
         return make_private(self._home / key_folder(key) / "data")
 
+    def _note_staged(self, part: SavePart, data: Path) -> None:
+        """Whose files these will be; what this node put there before, and its part has no more, goes."""
+        note = data.parent / f"part-{self._node}.json"
+        names = tuple(file.name for file in part.files)
+        before = _read_note(note)
+        if before is not None and before.files == names:
+            return
+        if before is not None:
+            _remove_files(data, [name for name in before.files if name not in names])
+        staged = StagedPart(name=part.name, attempt=part.attempt, stamp=part.stamp, files=names)
+        write_atomically(note, msgspec.json.encode(staged), 0o600)
+
+    def staged_here(self) -> list[SaveKey]:
+        """Saves of which this node, or an earlier mover of it, has put files there."""
+        try:
+            folders = [entry.path for entry in os.scandir(self._home) if entry.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+        notes = [_read_note(Path(folder) / f"part-{self._node}.json") for folder in folders]
+        return [note.key for note in notes if note is not None]
+
     def drop(self, key: SaveKey) -> None:
-        """What was staged of a save that will not be published."""
-        remove_ours(self._home / key_folder(key))
+        """Remove what this node staged of a save that will not be published. Other nodes' files stay. A save whose
+        commit has begun is left to it. Raises OSError."""
+        record = self._record(key.name)
+        if record is not None and record.save.key == key and record.state == "begun":
+            return
+        folder = self._home / key_folder(key)
+        note = _read_note(folder / f"part-{self._node}.json")
+        if note is None or note.key != key:
+            return
+        _remove_files(folder / "data", note.files)
+        (folder / f"part-{self._node}.json").unlink(missing_ok=True)  # last: it says what is still to be removed
+        for empty in (folder / "data", folder):
+            with contextlib.suppress(OSError):  # another node's files are in it
+                os.rmdir(empty)
 
     # ----- the record -----
 
     def read_records(self) -> None:
         """What the job has published, whoever did it. Raises OSError."""
         try:
-            entries = [entry for entry in os.scandir(self._records) if entry.name.endswith(".json")]
+            names = [entry.name for entry in os.scandir(self._records) if entry.name.endswith(".json")]
         except FileNotFoundError:
             return
-        for entry in entries[:RECORDS_READ]:
-            about = entry.stat(follow_symlinks=False)
-            if self._read.get(entry.name) == about.st_mtime_ns or not stat.S_ISREG(about.st_mode):
-                continue
-            if about.st_uid != os.geteuid() or about.st_size > RECORD_BYTES:
-                continue
+        found: list[tuple[int, str]] = []
+        for name in names:
             try:
-                record = msgspec.json.decode(Path(entry.path).read_bytes(), type=PublishRecord)
-            except msgspec.DecodeError:
+                found.append((os.lstat(self._records / name).st_mtime_ns, name))
+            except FileNotFoundError:
                 continue
-            if not why_bad_save(record.save):
-                self._known[record.save.name] = record
-            self._read[entry.name] = about.st_mtime_ns
+        newest = sorted(found)[-RECORDS_READ:]
+        for changed, name in newest:
+            if self._read.get(name) != changed:
+                self._read_record(name)
+        self._read = {name: changed for changed, name in newest}
         self._tell()
+
+    def _read_record(self, file: str) -> None:
+        path = self._records / file
+        try:
+            about = os.lstat(path)
+            if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_size > RECORD_BYTES:
+                return
+            record = msgspec.json.decode(path.read_bytes(), type=PublishRecord)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return
+        if not why_bad_save(record.save) and record_file(record.save.name) == file:
+            self._known[record.save.name] = record
+
+    def _record(self, name: str) -> PublishRecord | None:
+        """The newest one of a save, whoever wrote it. Raises OSError."""
+        self._read_record(record_file(name))
+        return self._known.get(name)
 
     def _keep(self, record: PublishRecord) -> None:
         self._records.mkdir(mode=0o700, exist_ok=True)
-        name = hashlib.blake2b(record.save.name.encode(), digest_size=16).hexdigest()
-        write_atomically(self._records / f"{name}.json", msgspec.json.encode(record), 0o600)
+        write_atomically(self._records / record_file(record.save.name), msgspec.json.encode(record), 0o600)
         self._known[record.save.name] = record
         self._tell()
 
     def _tell(self) -> None:
+        oldest = sorted(self._known.values(), key=lambda record: record.at)[: -2 * RECORDS_READ]
+        for record in oldest:
+            del self._known[record.save.name]
         whole = [record for record in self._known.values() if record.state == "whole"]
-        whole.sort(key=lambda record: (record.at, record.save.modified_at), reverse=True)
-        self.published = tuple(
-            PublishedSave(
+        whole.sort(key=lambda record: (record.save.modified_at, record.at), reverse=True)
+        self._whole = {
+            record.save.key: PublishedSave(
                 name=record.save.name,
                 attempt=record.save.attempt,
                 stamp=record.save.stamp,
@@ -160,12 +243,12 @@ class Publisher:
                 modified_at=record.save.modified_at,
                 size_bytes=record.save.size_bytes,
             )
-            for record in whole[:PUBLISHED_REPORTED]
-        )
+            for record in whole
+        }
 
     def save_of(self, key: SaveKey) -> Save | None:
         """A published save with its files, if they are there as they were published."""
-        record = self._known.get(key.name)
+        record = self._record(key.name)
         if record is None or record.state != "whole" or record.save.key != key:
             return None
         return record.save if self._is_as_recorded(record) else None
@@ -182,7 +265,7 @@ class Publisher:
         """Why the final name cannot be used; empty when it can, or when what is there is ours."""
         if not os.path.lexists(self.target / save.name):
             return ""
-        record = self._known.get(save.name)
+        record = self._record(save.name)
         if record is not None and (record.state == "begun" or self._is_as_recorded(record)):
             return ""
         return f"{self.target / save.name} is there already, and this job did not put it there"
@@ -193,10 +276,11 @@ class Publisher:
         Raises OSError; CopyError where something is missing, or somebody else's is in the way.
         """
         self.read_records()
-        record = self._known.get(save.name)
+        record = self._record(save.name)
         if record is not None and record.save.key == save.key and record.state == "whole":
+            self._tell()
             self._point(save)
-            self.drop(save.key)
+            remove_ours(self._home / key_folder(save.key))
             return
         if why := why_bad_save(save) or self.why_not_free(save):
             raise CopyError(why)
@@ -210,7 +294,7 @@ class Publisher:
         versions = {file.name: self._version(file.name, file.size) for file in save.files}
         self._keep(PublishRecord(save=save, state="whole", at=time.time(), versions=versions))
         self._point(save)
-        self.drop(save.key)
+        remove_ours(self._home / key_folder(save.key))
 
     def _require(self, save: Save, data: Path) -> None:
         for file in save.files:
@@ -235,10 +319,12 @@ class Publisher:
         if not single and save.format not in ENDS_IN_A_FILE:
             there = all((found := look(self.target, one.name)) and found.st_size == one.size for one in save.files)
             if os.path.lexists(data / save.name) and not there:  # else it was moved, and staged once more
+                self._require(save, data)
                 os.rename(data / save.name, self.target / save.name)
                 sync_folder((self.target / save.name).parent)
             return
-        for group in commit_groups(file.name for file in save.files):
+        sizes = {file.name: file.size for file in save.files}
+        for group in commit_groups(sizes):
             folders: set[Path] = set()
             for name in group:
                 os.close(open_folder(self.target, tuple(name.split("/"))[:-1], make=True))
@@ -248,6 +334,8 @@ class Publisher:
                 folders.add(final.parent)
             for folder in folders:
                 sync_folder(folder)
+            for name in group:  # before the file that says that they are there
+                self._version(name, sizes[name])
 
     def _version(self, name: str, size: int) -> Version:
         found = look(self.target, name)
@@ -281,6 +369,40 @@ class Publisher:
             and one.save.attempt >= save.attempt
             for one in self._known.values()
         )
+
+
+def record_file(name: str) -> str:
+    """The file of the record of a save."""
+    return hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + ".json"
+
+
+def _read_note(path: Path) -> StagedPart | None:
+    try:
+        with open(path, "rb") as file:
+            note = msgspec.json.decode(file.read(RECORD_BYTES), type=StagedPart)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return None if any(why_bad_name(name) for name in (note.name, *note.files)) else note
+
+
+def _remove_files(data: Path, names: Sequence[str]) -> None:
+    """Files of ours, and the folders that are empty then. Raises OSError."""
+    for name in names:
+        parts = checked(name)
+        try:
+            folder = open_folder(data, parts[:-1])
+        except FileNotFoundError:
+            continue
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(parts[-1], dir_fd=folder)
+        finally:
+            os.close(folder)
+        for depth in range(len(parts) - 1, 0, -1):
+            try:
+                os.rmdir(data.joinpath(*parts[:depth]))
+            except OSError:
+                break  # something else is in it
 
 
 # ----- before anything runs -----

@@ -184,7 +184,7 @@ def test_a_sender_that_is_killed_leaves_no_half_mirror(memory: Path) -> None:
     dice = random.Random(1)
     source = memory / "mine"
     (memory / "theirs").mkdir()
-    server = PeerServer(Mirrors(memory / "theirs"), SECRET, lambda *_: None, host="127.0.0.1")
+    server = PeerServer(Mirrors(memory / "theirs", "job"), SECRET, lambda *_: None, host="127.0.0.1")
     server.start()
     usual_s = 0.02
     whole = 0
@@ -206,7 +206,7 @@ def test_a_sender_that_is_killed_leaves_no_half_mirror(memory: Path) -> None:
             usual_s = seconds_of(work)
             continue
         run_and_kill(work, dice.uniform(0.0, 1.2 * usual_s))
-        found = Mirrors(memory / "theirs")
+        found = Mirrors(memory / "theirs", "job")
         for held in found.parts:
             data = found.data("b", held.key)
             assert all((data / file.name).stat().st_size == file.size for file in held.files)

@@ -58,6 +58,7 @@ class Node:
             token_file=str(token),
         )
         self.mover = Mover(setup, self.said.append)
+        self.mover.bring_again_s = 0.0
         self.mover._server.start()
         self.orders: dict[str, Any] = {"attempt": 1, "since": 0.0, "at_rest": True}
 
@@ -329,7 +330,7 @@ def test_a_part_that_changes_is_not_copied_until_it_stands_still(node: Callable[
 
 def test_nodes_that_share_the_folder_notice_it(node: Callable[[str], Node]) -> None:
     a = node("a")
-    (a.mover._mirrors.home / "here-b").touch()
+    (a.mover._mirrors.top / "here-b").touch()
     a.mover._marked_at = float("-inf")
     assert a.look(peer=a.source()).shared
     assert not a.mover.mirror()
@@ -342,7 +343,7 @@ def test_nodes_that_share_the_folder_notice_it(node: Callable[[str], Node]) -> N
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[PeerServer]:
     (tmp_path / "theirs").mkdir()
-    made = PeerServer(Mirrors(tmp_path / "theirs"), SECRET, lambda *_: None, host="127.0.0.1")
+    made = PeerServer(Mirrors(tmp_path / "theirs", "job"), SECRET, lambda *_: None, host="127.0.0.1")
     made.start()
     yield made
     made.close()
@@ -427,7 +428,7 @@ def test_a_peer_whose_disk_is_full_says_so_and_keeps_what_it_has(tmp_path: Path)
     small.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], check=True)
     try:
-        server = PeerServer(Mirrors(small), SECRET, lambda *_: None, host="127.0.0.1")
+        server = PeerServer(Mirrors(small, "job"), SECRET, lambda *_: None, host="127.0.0.1")
         server.start()
         source = tmp_path / "mine"
         for step, size in ((1, 400_000), (2, 400_000), (3, 400_000), (4, 900_000)):
@@ -445,7 +446,7 @@ def test_a_peer_whose_disk_is_full_says_so_and_keeps_what_it_has(tmp_path: Path)
                     with pytest.raises(PeerError, match="no room"):
                         send_part(wire, part, source, no_pause(), nothing)
         server.close()
-        assert [held.name for held in Mirrors(small).parts] == ["step-3"], "one always stays"
+        assert [held.name for held in Mirrors(small, "job").parts] == ["step-3"], "one always stays"
         assert not list(small.rglob("*partial"))
     finally:
         subprocess.run(["umount", str(small)], check=True)
