@@ -44,9 +44,10 @@ from recovery.snapshot_memory import (
     PAGE,
     Header,
     Slot,
+    addresses_of,
     chosen,
+    is_rank,
     next_slot,
-    paths_of,
     room,
 )
 
@@ -89,10 +90,13 @@ def load(map_location: Any = None) -> Any:
     found = read()
     if found is None:
         return None
-    tensors = [
-        tensor.clone() if map_location is None else tensor.to(map_location, copy=True) for tensor in found.tensors
-    ]
-    return found.tree(tensors)
+    try:
+        tensors = [
+            tensor.clone() if map_location is None else tensor.to(map_location, copy=True) for tensor in found.tensors
+        ]
+        return found.tree(tensors)
+    except Exception as error:
+        raise found.refused(error) from error
 
 
 class Stager:
@@ -153,7 +157,12 @@ def reader(path: Any = None) -> Any:
     from recovery import snapshot_dcp
 
     found = read()
-    return snapshot_dcp.MemoryReader(found) if found is not None else snapshot_dcp.FileSystemReader(path)
+    if found is None:
+        return snapshot_dcp.FileSystemReader(path)
+    try:
+        return snapshot_dcp.MemoryReader(found)
+    except Exception as error:
+        raise found.refused(error) from error
 
 
 def writer(path: Any, stager: Stager) -> Any:
@@ -309,7 +318,7 @@ class RankMemory:
         self.local_rank = int(environment.get("LOCAL_RANK", "0"))
         self.local_world = int(environment.get("LOCAL_WORLD_SIZE", "1"))
         self.attempt = worker.attempt()
-        self.slots = [Slot(path, writable=True) for path in paths_of(files, self.local_rank)]
+        self.slots = [Slot(address, writable=True) for address in addresses_of(files, self.local_rank)]
         if len(self.slots) < 2:
             raise OSError("this node has more ranks than `unbroken run` made room for")
         self.arrays: list[Any] = [None, None]
@@ -583,6 +592,8 @@ def _kept(state: Any, step: int, replicas: Any, *, staged: bool) -> Any:
     try:
         if not files or (_owner and _owner != os.getpid()):
             return None
+        if not is_rank():
+            raise OSError("this process is not the rank itself, but one that the rank has started")
         if _memory is None or _memory.files != files:
             _memory, _owner = RankMemory(files), os.getpid()
             atexit.register(_memory.stop_sums)  # no thread of ours may be at work when the interpreter goes down
@@ -605,12 +616,19 @@ def _say(text: str) -> None:
 class Found:
     """A snapshot that was read: its tensors lie in the shared memory, and are not to be kept."""
 
-    def __init__(self, header: Header, tensors: list[Any], leaves: list[Leaf], template: Any, rest: Any) -> None:
+    def __init__(
+        self, slot: Slot, header: Header, tensors: list[Any], leaves: list[Leaf], template: Any, rest: Any
+    ) -> None:
+        self._slot = slot
         self.step = header.step
         self.tensors = tensors
         self.leaves = leaves
         self._template = template
         self._places, self._others = rest
+
+    def refused(self, error: Exception) -> SnapshotError:
+        """What to raise where it could not be used after all: no attempt starts from it again."""
+        return _refused(self.step, _voided(self._slot, f"{type(error).__name__}: {error}"))
 
     def tree(self, tensors: list[Any]) -> Any:
         """The state with these in place of its tensors."""
@@ -625,32 +643,53 @@ def read() -> Optional[Found]:  # noqa: UP045
     """The snapshot from which this attempt starts; None where it starts from none. Raises SnapshotError."""
     wanted = chosen(os.environ.get(CHOSEN_VARIABLE, ""))
     files = os.environ.get(FILES_VARIABLE, "")
-    if wanted is None or not files:
+    if wanted is None or not files or not is_rank():
         return None
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     why = "it is not there"
-    for path in paths_of(files, int(os.environ.get("LOCAL_RANK", "0"))):
+    for address in addresses_of(files, int(os.environ.get("LOCAL_RANK", "0"))):
         try:
-            slot = Slot(path, writable=True)
-            header = slot.header()
-            if header is None or (header.attempt, header.step) != wanted:
-                slot.close()
-                continue
-            if (header.rank, header.world) != (rank, world):
-                why = f"it is of rank {header.rank} of {header.world}"
-                continue
-            found = _read(slot, header)
-            if isinstance(found, Found):
-                os.environ.pop("UNBROKEN_SKIP_BATCHES", None)  # they are behind it: it was written after a rollback
-                return found
-            why = found
-            slot.void()  # the next attempt starts from another one
-        except Exception as error:
-            why = f"{type(error).__name__}: {error}"
-    raise SnapshotError(
-        f"rank {rank} cannot start from the snapshot of step {wanted[1]}: {why}. The next attempt starts from an "
-        "older one, or from a checkpoint on storage"
+            slot = Slot(address, writable=True)
+        except OSError as error:
+            why = str(error)
+            continue
+        header = slot.header()
+        if header is None or (header.attempt, header.step) != wanted:
+            slot.close()
+            continue
+        found = _found(slot, header)
+        if isinstance(found, Found):
+            os.environ.pop("UNBROKEN_SKIP_BATCHES", None)  # they are behind it: it was written after a rollback
+            return found
+        why = _voided(slot, found)
+        slot.close()
+    raise _refused(wanted[1], why)
+
+
+def _refused(step: int, why: str) -> SnapshotError:
+    return SnapshotError(
+        f"rank {os.environ.get('RANK', '0')} cannot start from the snapshot of step {step}: {why}. The next attempt "
+        "starts from an older one, or from a checkpoint on storage"
     )
+
+
+def _voided(slot: Slot, why: str) -> str:
+    """The next attempt starts from another one: what stands in the way now would do so again."""
+    try:
+        slot.void()
+    except OSError as error:
+        return f"{why} (and it cannot be marked: {error})"
+    return why
+
+
+def _found(slot: Slot, header: Header) -> Any:
+    """The snapshot, or why this rank cannot start from it."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if (header.rank, header.world) != (rank, world):
+        return f"it is of rank {header.rank} of {header.world}"
+    try:
+        return _read(slot, header)
+    except Exception as error:  # a class with another name, a module that is not there, no memory
+        return f"{type(error).__name__}: {error}"
 
 
 def _read(slot: Slot, header: Header) -> Any:
@@ -665,4 +704,4 @@ def _read(slot: Slot, header: Header) -> Any:
     expected = slot.sums(header.sequence).get("content")
     if expected is not None and sums(array, ranges) != expected:
         return "its content has changed since it was written"
-    return Found(header, views(array, leaves), leaves, template, (places, others))
+    return Found(slot, header, views(array, leaves), leaves, template, (places, others))

@@ -26,6 +26,7 @@ class MemoryReader(StorageReader):  # type: ignore[misc]
 
     def __init__(self, found: Any) -> None:
         """`found`: `recovery.snapshot.read()`."""
+        self._found = found
         tensors = [_Piece(tensor, leaf) for tensor, leaf in zip(found.tensors, found.leaves)]
         planner = DefaultSavePlanner()  # it knows the names that a load asks for
         planner.set_up_planner(found.tree(tensors), None, True)
@@ -52,6 +53,15 @@ class MemoryReader(StorageReader):  # type: ignore[misc]
         return plans
 
     def read_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            self._read(plan, planner)
+        except Exception as error:
+            raise self._found.refused(error) from error
+        done: Any = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, plan: Any, planner: Any) -> None:
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type == LoadItemType.BYTE_IO:
@@ -66,9 +76,6 @@ class MemoryReader(StorageReader):  # type: ignore[misc]
             target = planner.resolve_tensor(item).detach()
             target.copy_(source)
             planner.commit_tensor(item, target)
-        done: Any = Future()
-        done.set_result(None)
-        return done
 
     @classmethod
     def validate_checkpoint_id(cls, *_: Any) -> bool:

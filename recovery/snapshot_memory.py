@@ -2,7 +2,13 @@
 
 `unbroken run` makes the slots (memfds: files without a name) and keeps them open. Ranks and the agent open them by
 `/proc/<pid>/fd/<n>`. So they are there while `unbroken run` lives, whoever else is killed, and the kernel frees them
-with the last process that has them. One slot, from its start:
+with the last process that has them.
+
+Whatever a rank starts inherits its environment: a data loader's worker, an evaluation, a batch job on another node. There
+the path may lead to any file. So an address has a random word that the kernel tells of the memory itself, and only the
+rank's own process (`UNBROKEN_SNAPSHOT_PID`) uses it.
+
+One slot, from its start:
 
     page 0   header: who wrote what (JSON, with a checksum); its commit word is written last
     page 1   sums of the content, added a little later; without them the snapshot counts all the same
@@ -17,16 +23,22 @@ import ctypes
 import json
 import mmap
 import os
+import secrets
 import struct
 import time
 import zlib
-from typing import Any, NamedTuple, Optional, Sequence  # noqa: UP035 (Python 3.9)
+from typing import Any, Iterable, MutableMapping, NamedTuple, Optional, Sequence  # noqa: UP035 (Python 3.9)
 
 FILES_VARIABLE = "UNBROKEN_SNAPSHOT_FILES"
 """The slots of a node: two for each rank, in the order of the local ranks, with colons between."""
 CHOSEN_VARIABLE = "UNBROKEN_SNAPSHOT"
 """`ATTEMPT:STEP` of the snapshot that all ranks hold, where this attempt is to start from it."""
 
+PID_VARIABLE = "UNBROKEN_SNAPSHOT_PID"
+"""The process of the rank. All others that inherit these variables leave the slots alone."""
+
+NAME = "unbroken-snapshot-"
+"""Of the memory; the random word follows."""
 PAGE = 4096
 DATA_AT = 2 * PAGE
 SLOTS = 2
@@ -77,10 +89,11 @@ class MemoryRoom(NamedTuple):
 
 def make_slots(local_ranks: int) -> list[int]:
     """Descriptors of empty slots, which the caller keeps open. Raises OSError where the kernel has no memfds."""
+    name = NAME + secrets.token_hex(8)
     made: list[int] = []
     try:
         while len(made) < SLOTS * min(local_ranks, MAX_LOCAL_RANKS):
-            made.append(os.memfd_create("unbroken-snapshot", os.MFD_CLOEXEC))
+            made.append(os.memfd_create(name, os.MFD_CLOEXEC))
     except OSError:
         for descriptor in made:
             os.close(descriptor)
@@ -88,12 +101,38 @@ def make_slots(local_ranks: int) -> list[int]:
     return made
 
 
-class Slot:
-    """One slot, opened by whoever reads or writes it. Raises OSError."""
+def addresses(descriptors: Iterable[int]) -> list[str]:
+    """`/proc/PID/fd/N#WORD` of slots that this process made: what `Slot` opens."""
+    found = []
+    for descriptor in descriptors:
+        word = os.readlink(f"/proc/self/fd/{descriptor}").partition(NAME)[2].partition(" ")[0]
+        found.append(f"/proc/{os.getpid()}/fd/{descriptor}#{word}")
+    return found
 
-    def __init__(self, path: str, *, writable: bool = False) -> None:
-        self.path = path
-        self.descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+
+def is_rank(environment: MutableMapping[str, str] = os.environ) -> bool:
+    """Whether this process is the rank itself. Where nobody has said which one is, the first that asks is."""
+    return environment.setdefault(PID_VARIABLE, str(os.getpid())) == str(os.getpid())
+
+
+def _opened(path: str, word: str, flags: int) -> int:
+    """The memory at `path`, if it is what `unbroken run` made. Nothing else is opened: a device may act on it."""
+    looked = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        own = f"/proc/self/fd/{looked}"
+        if not word or os.readlink(own) != f"/memfd:{NAME}{word} (deleted)":
+            raise OSError(f"{path} is not the memory that `unbroken run` made for this job")
+        return os.open(own, flags | os.O_CLOEXEC)
+    finally:
+        os.close(looked)
+
+
+class Slot:
+    """One slot, opened by whoever reads or writes it, by its address. Raises OSError, also if another file is there."""
+
+    def __init__(self, address: str, *, writable: bool = False) -> None:
+        self.path, _, word = address.partition("#")
+        self.descriptor = _opened(self.path, word, os.O_RDWR if writable else os.O_RDONLY)
         self.map: Optional[mmap.mmap] = None  # noqa: UP045
 
     def close(self) -> None:
@@ -203,10 +242,10 @@ def next_slot(headers: Sequence[Optional[Header]], keep: Optional[int]) -> int: 
 # ----- which slots are a rank's -----
 
 
-def paths_of(files: str, local_rank: int) -> list[str]:
+def addresses_of(files: str, local_rank: int) -> list[str]:
     """The slots of one rank; none where there are too few."""
-    paths = [path for path in files.split(":") if path]
-    return paths[SLOTS * local_rank : SLOTS * local_rank + SLOTS] if local_rank >= 0 else []
+    found = [address for address in files.split(":") if address]
+    return found[SLOTS * local_rank : SLOTS * local_rank + SLOTS] if local_rank >= 0 else []
 
 
 def chosen(value: str) -> Optional[tuple[int, int]]:  # noqa: UP045
@@ -222,8 +261,8 @@ def room(files: str, local_rank: int, local_world: int, size: int) -> MemoryRoom
     """For two copies of `size` bytes in each rank of this node, as far as they do not have it yet. Raises OSError."""
     wanted = 0
     for rank in range(max(local_world, local_rank + 1)):
-        for path in paths_of(files, rank):
-            wanted += max(0, size - os.stat(path).st_blocks * 512)
+        for address in addresses_of(files, rank):
+            wanted += max(0, size - os.stat(address.partition("#")[0]).st_blocks * 512)
     return MemoryRoom(wanted, free_bytes())
 
 

@@ -307,6 +307,7 @@ OTHER_VARIABLES = {
         "how many batches after that checkpoint to leave out, after a rollback for the loss (docs/loss.md)",
     ),
     "UNBROKEN_SNAPSHOT_FILES": ("agent, for `recovery.snapshot`", "memory for the snapshots of this node's ranks"),
+    "UNBROKEN_SNAPSHOT_PID": ("rank, for what it starts", "the only process that uses that memory: the rank's own"),
     "UNBROKEN_SNAPSHOT": ("agent, for `recovery.snapshot`", "`ATTEMPT:STEP` of the snapshot that all ranks hold"),
     "UNBROKEN_ATTEMPT": ("agent, for the script", "the number of the attempt"),
     "UNBROKEN_JOB_DIR": ("agent, for the script", "the job folder"),

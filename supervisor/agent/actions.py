@@ -340,11 +340,13 @@ class ActionRunner:
     async def _join(self, assignment: Assignment, rank: int) -> None:
         formed, resume, attempt = assignment.round, assignment.resume, assignment.attempt
         assert formed is not None
-        env = {"UNBROKEN_ATTEMPT": str(attempt), "UNBROKEN_JOB_DIR": self._plan.job_dir}
-        if self._plan.snapshot_files:
-            env[FILES_VARIABLE] = ":".join(self._plan.snapshot_files)
-        if formed.snapshot is not None:
-            env[CHOSEN_VARIABLE] = "{}:{}".format(*formed.snapshot)
+        env = {
+            "UNBROKEN_ATTEMPT": str(attempt),
+            "UNBROKEN_JOB_DIR": self._plan.job_dir,
+            # Also where there are none: a job that a rank of another job started has inherited that one's.
+            FILES_VARIABLE: ":".join(self._plan.snapshot_files),
+            CHOSEN_VARIABLE: "" if formed.snapshot is None else "{}:{}".format(*formed.snapshot),
+        }
         args: list[str] = []
         skip = resume.skip_batches if resume is not None else 0
         if skip:

@@ -206,7 +206,7 @@ class Link:
         waiting = self._newest if self._posted.is_set() else None
         if waiting is not None:
             # What goes out once for each connection must not be lost with the heartbeat that it was in.
-            for part in ("checkpoints", "checkpoint_folders", "inventory", "tiers"):
+            for part in ("checkpoints", "checkpoint_folders", "inventory", "tiers", "snapshots"):
                 if getattr(heartbeat, part) is None and getattr(waiting, part) is not None:
                     heartbeat = msgspec.structs.replace(heartbeat, **{part: getattr(waiting, part)})
         self._newest = heartbeat

@@ -136,7 +136,7 @@ def measured(folder: Path, mib: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     folder, mib, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     slots = snapshot_memory.make_slots(1)
-    files = ":".join(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in slots)
+    files = ":".join(snapshot_memory.addresses(slots))
     os.environ.update({snapshot_memory.FILES_VARIABLE: files, "UNBROKEN_ATTEMPT": "1"})
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     ways = measured(folder, mib, rounds)

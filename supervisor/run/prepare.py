@@ -28,7 +28,7 @@ import msgspec
 
 from diagnosis.text import redact_words
 from recovery.scheduling import JobThere, slurm_job
-from recovery.snapshot_memory import make_slots
+from recovery.snapshot_memory import addresses, make_slots
 from recovery.tiers import MIRRORS
 from supervisor.config import NodePlan, RunSettings, Settings, absolute, load_site
 from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable, JobRunsAlready, LaunchRefused
@@ -145,7 +145,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
             index=index,
             spare=options.spare or (step_nodes > 1 and (index or 0) >= read.nodes_max),
             scheduler_node=scheduler_node,
-            snapshot_files=tuple(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in slots),
+            snapshot_files=tuple(addresses(slots)),
             settings=settings,
         )
         _write_plan(plan, local.paths)

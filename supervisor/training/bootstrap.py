@@ -65,6 +65,8 @@ def run_worker(argv: list[str]) -> None:
     local_dir = os.path.dirname(os.environ.get("UNBROKEN_KEEPER_SOCKET", ""))
     attempt, rank = os.environ.get("UNBROKEN_ATTEMPT", ""), os.environ.get("RANK", "")
     clean_environment()
+    if os.environ.get("UNBROKEN_SNAPSHOT_FILES"):
+        os.environ["UNBROKEN_SNAPSHOT_PID"] = str(os.getpid())
     allow_tracing()
     if local_dir and attempt and rank:
         prefix = os.path.join(local_dir, "attempts", attempt, f"rank{rank}")

@@ -180,7 +180,8 @@ def run_cold(rank: Rank, line: Line | None, argv: list[str], answer: Mapping[str
 def run_program(argv: list[str]) -> NoReturn:
     """Become the program, without what is ours in its environment."""
     shim = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
-    for name in ("UNBROKEN_AGENT_SOCKET", "UNBROKEN_KEEPER_SOCKET", "UNBROKEN_NODE", "UNBROKEN_LOCAL_RANK"):
+    ours = ("UNBROKEN_AGENT_SOCKET", "UNBROKEN_KEEPER_SOCKET", "UNBROKEN_NODE", "UNBROKEN_LOCAL_RANK")
+    for name in (*ours, "UNBROKEN_SNAPSHOT_PID"):  # the last: of a rank that has started this job
         ENVIRON.pop(name, None)
     if ENVIRON.get("PYTHON_EXEC") != argv[0]:
         ENVIRON.pop("PYTHON_EXEC", None)

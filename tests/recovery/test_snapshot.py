@@ -28,7 +28,9 @@ Restart = Callable[..., None]
 def slots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[snapshot_memory.Slot]]:
     """As `unbroken run` gives them to a rank: alone in its job, in attempt 1."""
     made = snapshot_memory.make_slots(1)
-    paths = [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in made]
+    paths = snapshot_memory.addresses(made)
+    monkeypatch.setenv(snapshot_memory.PID_VARIABLE, "")
+    monkeypatch.delenv(snapshot_memory.PID_VARIABLE)
     for name, value in {"FILES": ":".join(paths), "ATTEMPT": "1"}.items():
         key = snapshot_memory.FILES_VARIABLE if name == "FILES" else "UNBROKEN_ATTEMPT"
         monkeypatch.setenv(key, value)
@@ -213,12 +215,104 @@ def test_a_snapshot_that_changed_afterwards_is_refused_once(
     assert steps(slots) == set()
 
 
-def test_another_ranks_snapshot_is_refused(restart: Restart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_ranks_snapshot_is_refused(
+    restart: Restart, monkeypatch: pytest.MonkeyPatch, slots: list[snapshot_memory.Slot]
+) -> None:
     snapshot.save(state_of(10), 10)
     restart(2, (1, 10))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(snapshot.SnapshotError):
         snapshot.load()
+    assert steps(slots) == set()
+
+
+class Settings:
+    """Of a script: a snapshot has one."""
+
+
+def test_a_snapshot_that_cannot_be_unpickled_is_not_chosen_again(
+    restart: Restart, monkeypatch: pytest.MonkeyPatch, slots: list[snapshot_memory.Slot]
+) -> None:
+    snapshot.save({"settings": Settings(), "step": 10}, 10)
+    snapshot.save({"step": 20}, 20)
+    restart(2, (1, 10))
+    monkeypatch.delattr(f"{__name__}.Settings")  # the script was changed
+    with pytest.raises(snapshot.SnapshotError):
+        snapshot.load()
+    assert steps(slots) == {20}
+
+
+def test_a_snapshot_for_which_no_device_has_room_is_not_chosen_again(
+    restart: Restart, slots: list[snapshot_memory.Slot]
+) -> None:
+    snapshot.save(state_of(10), 10)
+    restart(2, (1, 10))
+    with pytest.raises(snapshot.SnapshotError):
+        snapshot.load(map_location="no-such-device")
+    assert steps(slots) == set()
+
+
+@pytest.mark.parametrize("word", ["", "#0123456789abcdef", "#"])
+def test_what_is_not_our_memory_is_neither_written_nor_voided(
+    word: str, tmp_path: Path, restart: Restart, monkeypatch: pytest.MonkeyPatch, slots: list[snapshot_memory.Slot]
+) -> None:
+    """Another process has that number now, or another namespace or node is meant."""
+    snapshot.save(state_of(10), 10)
+    kept = Path(slots[0].path).read_bytes()
+    precious = [tmp_path / "one", tmp_path / "two"]
+    for path in precious:
+        path.write_bytes(kept)
+    with precious[0].open("rb") as one, precious[1].open("rb") as two:
+        files = ":".join(f"/proc/{os.getpid()}/fd/{file.fileno()}{word}" for file in (one, two))
+        monkeypatch.setenv(snapshot_memory.FILES_VARIABLE, files)
+        restart(2, (1, 10))
+        assert not snapshot.save(state_of(20), 20)
+        with pytest.raises(snapshot.SnapshotError):
+            snapshot.load()
+    assert [path.read_bytes() == kept for path in precious] == [True, True]
+
+
+def test_another_jobs_memory_is_refused(slots: list[snapshot_memory.Slot]) -> None:
+    made = snapshot_memory.make_slots(1)
+    own, others = snapshot_memory.addresses([made[0]])[0], slots[0].path
+    snapshot_memory.Slot(own).close()
+    with pytest.raises(OSError, match="not the memory"):
+        snapshot_memory.Slot(f"{others}#{own.partition('#')[2]}")
+    for descriptor in made:
+        os.close(descriptor)
+
+
+def test_a_pipe_or_a_device_is_never_opened(tmp_path: Path) -> None:
+    """A FIFO without a writer would hold us up for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not the memory"):
+        snapshot_memory.Slot(f"{tmp_path / 'pipe'}#0123456789abcdef")
+
+
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from recovery import snapshot
+print(snapshot.save({"step": 20}, 20), snapshot.load())
+"""
+
+
+def test_what_a_rank_starts_leaves_its_snapshots_alone(
+    restart: Restart, monkeypatch: pytest.MonkeyPatch, slots: list[snapshot_memory.Slot]
+) -> None:
+    snapshot.save(state_of(10), 10)
+    restart(2, (1, 10))
+    root = str(Path(snapshot.__file__).parents[1])
+    for variables in ({}, {"WORLD_SIZE": "2"}):
+        run = [sys.executable, "-c", CHILD, root]
+        child = subprocess.run(run, env={**os.environ, **variables}, capture_output=True, text=True, check=True)
+        assert child.stdout == "False None\n"
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(snapshot.save(state_of(30), 30) or snapshot.load() is not None))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert steps(slots) == {10}
+    assert equal(snapshot.load(), state_of(10))
 
 
 def test_digests_tell_replicas_apart(slots: list[snapshot_memory.Slot]) -> None:

@@ -95,7 +95,7 @@ print("good", flush=True)
 
 def run(ranks: int, folder: Path) -> list[str]:
     made = snapshot_memory.make_slots(ranks)
-    files = ":".join(f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in made)
+    files = ":".join(snapshot_memory.addresses(made))
     own: dict[str, Any] = {
         **os.environ,
         snapshot_memory.FILES_VARIABLE: files,

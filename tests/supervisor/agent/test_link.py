@@ -17,6 +17,7 @@ from aiohttp import WSMsgType, web
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from recovery.snapshot_choice import RankSnapshot
 from supervisor.agent.link import (
     ASK_CLOCK_EVERY_S,
     FIRST_CLOCK_QUESTIONS,
@@ -264,7 +265,7 @@ def test_the_link_has_ended_once_the_last_heartbeat_was_answered() -> None:
     go(scenario())
 
 
-def test_an_unsent_checkpoint_list_is_not_lost_with_its_heartbeat() -> None:
+def test_unsent_reports_are_not_lost_with_their_heartbeat() -> None:
     async def scenario() -> None:
         seen: list[AgentMessage] = []
 
@@ -274,13 +275,17 @@ def test_an_unsent_checkpoint_list_is_not_lost_with_its_heartbeat() -> None:
 
         async with listening(keep) as port:
             link = link_to(port)
-            link.post(Heartbeat(node="n0", incarnation=1, seq=1, checkpoints=(), inventory={"kernel": "6.8"}))
+            held = (RankSnapshot(rank=0, world=1, attempt=1, step=7, at=1.0),)
+            link.post(
+                Heartbeat(node="n0", incarnation=1, seq=1, checkpoints=(), inventory={"kernel": "6.8"}, snapshots=held)
+            )
             link.post(beat(2))
             async with linked(link):
                 await until(lambda: len(seen) == 2)
             sent = seen[1]
             assert isinstance(sent, Heartbeat)
             assert (sent.seq, sent.checkpoints, sent.inventory) == (2, (), {"kernel": "6.8"})
+            assert sent.snapshots == held
 
     go(scenario())
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from recovery.snapshot_memory import DATA_AT, PAGE, Header, Slot, make_slots
+from recovery.snapshot_memory import DATA_AT, PAGE, Header, Slot, addresses, make_slots
 from supervisor.agent.snapshots import SnapshotMonitor
 
 
 @pytest.fixture
 def paths() -> Iterator[list[str]]:
     made = make_slots(1)
-    yield [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in made]
+    yield addresses(made)
     for descriptor in made:
         os.close(descriptor)
 
@@ -55,7 +56,7 @@ def test_sums_may_be_anything(paths: list[str], sums: dict[str, object]) -> None
 
 @pytest.mark.parametrize("garbage", [b"", b"UNBSNAP1" * 600, os.urandom(9000), bytes(9000)])
 def test_garbage_is_nothing(paths: list[str], garbage: bytes) -> None:
-    with open(paths[0], "wb") as file:
+    with open(Slot(paths[0]).path, "wb") as file:
         file.write(garbage)
     monitor = SnapshotMonitor(paths)
     monitor.look()
@@ -77,6 +78,15 @@ def test_a_rank_that_no_world_has_is_nothing(paths: list[str]) -> None:
 
 
 def test_memory_that_is_gone_is_nothing() -> None:
-    monitor = SnapshotMonitor(["/proc/self/fd/9999"])
+    monitor = SnapshotMonitor(["/proc/self/fd/9999#0123456789abcdef"])
+    monitor.look()
+    assert monitor.held == ()
+
+
+def test_another_file_in_its_place_is_nothing(paths: list[str], tmp_path: Path) -> None:
+    written(paths[0], 7)
+    copy = tmp_path / "copy"
+    copy.write_bytes(Path(Slot(paths[0]).path).read_bytes())
+    monitor = SnapshotMonitor([f"{copy}#{paths[0].partition('#')[2]}"])
     monitor.look()
     assert monitor.held == ()
