@@ -4,9 +4,9 @@
 `/proc/<pid>/fd/<n>`. So they are there while `unbroken run` lives, whoever else is killed, and the kernel frees them
 with the last process that has them.
 
-Whatever a rank starts inherits its environment: a data loader's worker, an evaluation, a batch job on another node. There
-the path may lead to any file. So an address has a random word that the kernel tells of the memory itself, and only the
-rank's own process (`UNBROKEN_SNAPSHOT_PID`) uses it.
+Whatever a rank starts inherits its environment: a data loader's worker, an evaluation, a batch job on another node.
+There the path may lead to any file. So an address has a random word, which is also in the name of the memory, and only
+the rank's own process (`UNBROKEN_SNAPSHOT_PID`) uses it.
 
 One slot, from its start:
 

@@ -12,7 +12,7 @@ import bisect
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -67,8 +67,41 @@ REMEMBERED = 64
 """Good checkpoints that are known although no node reports them any more."""
 SPANS_KEPT = 8
 MOVED_KEPT = 4096
+SuspectCause = Literal["numbers", "replicas"]
+"""NaN or a loss that went wrong, which may be over by itself; replicas that differ, which never is."""
 
 Choose = Callable[[Sequence[Checkpoint], ResumeSituation], tuple[Checkpoint | None, tuple[Preparation, ...]]]
+
+
+class SuspectSpan(NamedTuple):
+    """Checkpoints modified within are suspect."""
+
+    cause: SuspectCause
+    since: float
+    until: float | None = None
+    """None: still open."""
+    good_until: int | None = None
+    """The step up to which they are good all the same."""
+    after: int | None = None
+    """The run's step when it was seen."""
+
+
+def _is_open(span: SuspectSpan, cause: SuspectCause) -> bool:
+    return span.cause == cause and span.until is None
+
+
+def _joined(one: SuspectSpan, other: SuspectSpan) -> SuspectSpan:
+    """Both in one, which is open where one of them is; that of replicas stays so."""
+    still = [span for span in (one, other) if span.until is None]
+    goods = [span.good_until for span in (one, other) if span.good_until is not None]
+    steps = [span.after for span in still if span.after is not None]
+    return SuspectSpan(
+        cause="replicas" if any(span.cause == "replicas" for span in still or (one, other)) else "numbers",
+        since=min(one.since, other.since),
+        until=None if still else max(one.until or 0.0, other.until or 0.0),
+        good_until=min(goods) if len(goods) == 2 else None,
+        after=min(steps, default=None),
+    )
 
 
 class Checkpoints:
@@ -84,10 +117,7 @@ class Checkpoints:
         """Where ranks were seen to write them: a node that never wrote one must know where to look."""
         self.last_good = ""
         """A complete checkpoint that was seen last."""
-        self._suspect_spans: list[tuple[float, float | None, int | None]] = []
-        """Checkpoints modified within are suspect: from, until, and the step up to which they are good all the same."""
-        self._suspect_after: int | None = None
-        """The step at which the numbers were seen to be wrong."""
+        self._suspect_spans: list[SuspectSpan] = []
         self._suspects: deque[tuple[str, float]] = deque(maxlen=SUSPECTS_KEPT)
         """Path and time of those of a later step that came while the numbers were wrong: storage has its own clock."""
         self._doubted: deque[tuple[str, float]] = deque(maxlen=SUSPECTS_KEPT)
@@ -122,10 +152,9 @@ class Checkpoints:
 
     # ----- queries -----
 
-    @property
-    def suspect_open(self) -> bool:
-        """What is written now is suspect."""
-        return bool(self._suspect_spans) and self._suspect_spans[-1][1] is None
+    def suspect_open(self, cause: SuspectCause) -> bool:
+        """What is written now is suspect, for this cause."""
+        return any(_is_open(span, cause) for span in self._suspect_spans)
 
     def candidates(self, members: tuple[str, ...] = (), *, remembered: bool = False) -> list[Checkpoint]:
         """All that are known, each once, with those marked that are suspect.
@@ -160,8 +189,10 @@ class Checkpoints:
     def is_suspect(self, at: float, step: int | None) -> bool:
         """Whether what was written at this time, of this step, was written while something was wrong."""
         return any(
-            since <= at and (until is None or at <= until) and (good is None or step is None or step > good)
-            for since, until, good in self._suspect_spans
+            span.since <= at
+            and (span.until is None or at <= span.until)
+            and (span.good_until is None or step is None or step > span.good_until)
+            for span in self._suspect_spans
         )
 
     def newest_complete(self) -> Checkpoint | None:
@@ -244,8 +275,9 @@ class Checkpoints:
         before = self._reports.pop(event.node, ())
         known = {(one.path, one.modified_at) for one in before}
         new = [one for one in event.checkpoints if (one.path, one.modified_at) not in known]
-        if self.suspect_open and self._suspect_after is not None:
-            later = [one for one in new if one.step is not None and one.step > self._suspect_after]
+        after = [span.after for span in self._suspect_spans if span.until is None and span.after is not None]
+        if after:
+            later = [one for one in new if one.step is not None and one.step > min(after)]
             self._suspects.extend((one.path, one.modified_at) for one in later)
             self._doubted.extend((one.path, one.modified_at) for one in later)
         if step is not None:
@@ -298,39 +330,41 @@ class Checkpoints:
             del self._not_brought[one.path]
         self._situation, self._ordered, self._put_back, self._skip_until = CRASH, (), (), None
 
-    def suspect_from(self, at: float, step: int | None, good_until: int | None = None) -> None:
+    def suspect_from(self, cause: SuspectCause, at: float, step: int | None, good_until: int | None = None) -> None:
         """`step`: of the run. `good_until`: the last step of which it is known that all was well."""
         self.remember_good()
-        self._suspect_spans.append((at, None, good_until))
+        self._suspect_spans.append(SuspectSpan(cause, at, None, good_until, step))
         while len(self._suspect_spans) > SPANS_KEPT:
-            (since, until, good), (_, later, other) = self._suspect_spans[:2]
-            both = None if good is None or other is None else min(good, other)
-            self._suspect_spans[:2] = [(since, None if until is None or later is None else max(until, later), both)]
-        self._suspect_after = step
-        self._doubted.clear()
+            self._suspect_spans[:2] = [_joined(*self._suspect_spans[:2])]
+        if cause == "numbers":
+            self._doubted.clear()
 
     def remember_good(self) -> None:
         """What is good now can be gone back to, even if no node reports it any more."""
         self._before = tuple(self.ways_back(()))[:REMEMBERED]
 
     def was_false_alarm(self) -> None:
-        """What was written meanwhile is as good as the rest."""
-        if self.suspect_open:
-            self._suspect_spans.pop()
+        """The numbers were well: what was written meanwhile is as good as the rest, unless replicas differed."""
+        if not self.suspect_open("numbers"):
+            return
+        newest = max(number for number, span in enumerate(self._suspect_spans) if _is_open(span, "numbers"))
+        del self._suspect_spans[newest]
+        if not self.suspect_open("replicas"):
             for one in self._doubted:
                 if one in self._suspects:
                     self._suspects.remove(one)
-            self._doubted.clear()
+        self._doubted.clear()
 
-    def trust_again(self) -> None:
-        if self.suspect_open:
-            since, _, good = self._suspect_spans[-1]
-            self._suspect_spans[-1] = (since, self._core.now, good)
+    def trust_again(self, *causes: SuspectCause) -> None:
+        """What is written from now on is as good as before, as far as these causes go; without any: all of them."""
+        self._suspect_spans = [
+            span._replace(until=self._core.now) if span.until is None and (not causes or span.cause in causes) else span
+            for span in self._suspect_spans
+        ]
 
     def begin_attempt(self) -> None:
         """The next attempt starts with good numbers."""
-        now = self._core.now
-        self._suspect_spans = [(since, until or now, good) for since, until, good in self._suspect_spans[-SPANS_KEPT:]]
+        self.trust_again()
 
     def begin_life(self) -> None:
         self._reports.clear()
@@ -427,6 +461,8 @@ class Attempt:
         """The end of a sentence on its start: where it may resume (the script decides)."""
         if self.resume.path:
             return f"; newest good checkpoint: {self.resume.path}"
+        if self.round is not None and self.round.snapshot is not None:
+            return f"; all ranks hold a snapshot of step {self.round.snapshot[1]} in memory"
         return "; no good checkpoint was found" if self.number > 1 else ""
 
     @property
@@ -811,7 +847,7 @@ class Attempts:
             count=len(attempt.members),
             nodes=attempt.members,
             checkpoint=attempt.resume.path,
-            no_checkpoint=attempt.number > 1 and not attempt.resume.path,
+            no_checkpoint=attempt.number > 1 and not attempt.resume.path and (snapshot is None or bool(gone)),
             gone=gone,
             given_up=first if first == attempt.number - 1 else None,
             given_up_from=first if first < attempt.number - 1 else None,

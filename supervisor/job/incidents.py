@@ -1449,10 +1449,12 @@ class Degraded:
     def _numbers_bad(self, finding: Finding, since: str) -> Wants:
         """Open an incident; checkpoints from now on are suspect. No restart."""
         attempt, core = self._attempts.current, self._core
-        if attempt is None or attempt.over or core.state != "RUNNING" or self._attempts.checkpoints.suspect_open:
+        if attempt is None or attempt.over or core.state != "RUNNING":
+            return
+        if self._attempts.checkpoints.suspect_open("numbers"):
             return
         at = min(core.now, max(finding.at, attempt.formed_at))
-        self._attempts.checkpoints.suspect_from(at, attempt.step)
+        self._attempts.checkpoints.suspect_from("numbers", at, attempt.step)
         self._is_bad = True
         self._numbers_reported += 1
         if self._numbers_reported > NUMBERS_REPORTED:
@@ -1471,7 +1473,7 @@ class Degraded:
             return
         self._replicas_reported = True
         what = f"the replicated tensors of {event.compared} ranks are not the same at step {event.step}"
-        self._attempts.checkpoints.suspect_from(event.since or attempt.formed_at, event.step)
+        self._attempts.checkpoints.suspect_from("replicas", event.since or attempt.formed_at, event.step)
         if not event.odd:
             yield note("replicas_differ", loud=True, what=what)
             return
@@ -1500,7 +1502,7 @@ class Degraded:
     def _numbers_good(self, step: int | None) -> Wants:
         """NaN weights never give a number again, so checkpoints from now on are as good as before."""
         self._bad_from, self._is_bad = None, False
-        self._attempts.checkpoints.trust_again()
+        self._attempts.checkpoints.trust_again("numbers")
         record = self._incidents.degraded_by("signal")
         if record is not None:
             at = "" if step is None else f" (step {step})"
@@ -1509,7 +1511,7 @@ class Degraded:
     def end(self, outcome: m.Outcome) -> WantsAnd[m.Outcome]:
         """A run that ends with NaN weights says so, whatever its exit code is."""
         record = self._incidents.degraded_by("signal")
-        suspect = self._attempts.checkpoints.suspect_open
+        suspect = self._attempts.checkpoints.suspect_open("numbers")
         if record is None or not (suspect and self._is_bad) or outcome.state not in ("succeeded", "stopped"):
             return outcome
         since = "" if self._bad_from is None else f" from step {self._bad_from} on"

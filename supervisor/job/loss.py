@@ -76,11 +76,11 @@ class LossGuard:
     def _distrust(self, alarm: LossAlarm, attempt: Attempt) -> None:
         """Checkpoints since the first bad step are used only when nothing else is left."""
         checkpoints = self._attempts.checkpoints
-        if not checkpoints.suspect_open:
+        if not checkpoints.suspect_open("numbers"):
             since = attempt.reached_at(alarm.step) if alarm.step is not None else None
             at = self._core.now if since is None else min(self._core.now, max(since, attempt.formed_at))
             good = None if alarm.step is None else max(0, alarm.step - alarm.interval)
-            checkpoints.suspect_from(at, good, good)
+            checkpoints.suspect_from("numbers", at, good, good)
             self._suspects = "nan" if alarm.kind == "nan" else "spike"
 
     def _decide(self, event: m.LossSeen, alarm: LossAlarm, attempt: Attempt) -> Wants:
@@ -221,7 +221,7 @@ class LossGuard:
         if of == "spike":
             self._attempts.checkpoints.was_false_alarm()
         elif of == "nan":
-            self._attempts.checkpoints.trust_again()
+            self._attempts.checkpoints.trust_again("numbers")
 
     def _is_well_again(self, event: m.LossSeen) -> Wants:
         """The loss came back by itself."""

@@ -297,9 +297,7 @@ print(snapshot.save({"step": 20}, 20), snapshot.load())
 """
 
 
-def test_what_a_rank_starts_leaves_its_snapshots_alone(
-    restart: Restart, monkeypatch: pytest.MonkeyPatch, slots: list[snapshot_memory.Slot]
-) -> None:
+def test_what_a_rank_starts_leaves_its_snapshots_alone(restart: Restart, slots: list[snapshot_memory.Slot]) -> None:
     snapshot.save(state_of(10), 10)
     restart(2, (1, 10))
     root = str(Path(snapshot.__file__).parents[1])

@@ -358,11 +358,11 @@ def test_numbers_that_come_back_close_the_incident_and_what_is_saved_then_is_goo
     driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=40, ranks=(0,))
     assert open_ones(driver) == ["signal"]
     assert driver.state == "RUNNING"
-    assert driver.job.checkpoints.suspect_open
+    assert driver.job.checkpoints.suspect_open("numbers")
     assert series(driver, "unbroken_job_open_incidents") == {("loss_spike_or_nan",): 1.0}
     driver.tell(m.NumbersSeen, after=20, attempt=1, bad=False, step=55)
     assert open_ones(driver) == []
-    assert not driver.job.checkpoints.suspect_open
+    assert not driver.job.checkpoints.suspect_open("numbers")
     assert driver.job.attempts.restarts == 0
     assert driver.job.incidents.log.lost_s(driver.now) == 0.0
 

@@ -83,7 +83,7 @@ def test_bad_input_is_refused_and_nothing_happens(job: Any, argument: str, kind:
 
 
 def test_before_the_newest_means_before_a_suspect_one_as_well(job: Any) -> None:
-    job.job.checkpoints.suspect_from(1003.5, None)
+    job.job.checkpoints.suspect_from("numbers", 1003.5, None)
     job.order("rollback")
     assert job.job.attempt.resume.step == 300
     assert [one.path for one in prepared(job)] == ["/c/step-400"]

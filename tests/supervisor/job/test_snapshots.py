@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
@@ -99,4 +101,32 @@ def test_two_replicas_blame_nobody(running: Any) -> None:
     driver.tell(m.ReplicasDiffer, attempt=1, step=20, compared=2)
     assert set(driver.loud) == {"replicas_differ"}
     assert driver.job.incidents.log.total == 0
-    assert driver.job.checkpoints.suspect_open
+    assert driver.job.checkpoints.suspect_open("replicas")
+
+
+@pytest.mark.parametrize("numbers_first", [True, False])
+def test_numbers_that_are_good_again_do_not_make_replicas_equal(running: Any, numbers_first: bool) -> None:
+    driver = running("a", "b")
+    tell = [
+        lambda: driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=19, ranks=(0,)),
+        lambda: driver.tell(m.ReplicasDiffer, after=5, attempt=1, step=20, compared=2),
+    ]
+    for one in tell if numbers_first else tell[::-1]:
+        one()
+    assert driver.job.incidents.log.total == 1
+    driver.tell(m.NumbersSeen, after=5, attempt=1, bad=False, step=21, ranks=(0,))
+    driver.now += 5
+    checkpoint(driver, 30)
+    assert [one.suspect for one in driver.job.checkpoints.candidates()] == [True]
+    assert again(driver, 40) is None
+
+
+def test_a_start_from_a_snapshot_is_no_start_without_a_checkpoint(running: Any) -> None:
+    driver = running("a", "b")
+    assert again(driver, 40) == (1, 40)
+    [told] = [one for one in driver.actions if isinstance(one, m.Note) and one.kind == "attempt_starts"]
+    assert not told.arguments.get("no_checkpoint")
+    driver.up(41)
+    assert again(driver, attempt=2) is None
+    [told] = [one for one in driver.actions if isinstance(one, m.Note) and one.kind == "attempt_starts"]
+    assert told.arguments.get("no_checkpoint")
