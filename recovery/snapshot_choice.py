@@ -77,6 +77,13 @@ def of_node(held: Iterable[RankSnapshot]) -> tuple[NodeSnapshot, ...]:
     return tuple(sorted(found, reverse=True))
 
 
+def one_world(held: RankSnapshot) -> NodeSnapshot:
+    """What all ranks hold, by what one of them tells of it."""
+    return NodeSnapshot(
+        attempt=held.attempt, step=held.step, first_rank=0, ranks=held.world, world=held.world, at=held.at
+    )
+
+
 def common(offers: Sequence[tuple[int, tuple[NodeSnapshot, ...]]]) -> tuple[NodeSnapshot, ...]:
     """Those that every rank holds, newest first: by the attempt that wrote them, then by step.
 

@@ -150,6 +150,8 @@ class RestartView(Frozen, frozen=True, kw_only=True):
     loses_s: float | None
     """Seconds since that checkpoint was written; without one, since the attempt began."""
     why: str = ""
+    from_memory: bool = False
+    """It would start from a newer snapshot in memory, of that `step`; `path` is empty."""
 
 
 class TierView(Frozen, frozen=True, kw_only=True):

@@ -141,6 +141,8 @@ def restart_line(restart: Mapping[str, Any]) -> str:
     lost = [] if steps is None else [f"{steps} step{'' if steps == 1 else 's'}"]
     lost += [] if restart["loses_s"] is None else [seconds(restart["loses_s"])]
     loses = f", and lose {lost[0]}{f' ({lost[1]})' if len(lost) > 1 else ''}" if lost else ""
+    if restart.get("from_memory"):
+        return f"a restart would start from step {restart['step']} (a snapshot in memory) now{loses}"
     if not restart["path"]:
         return f"a restart would begin at the beginning now{loses}"
     step = "" if restart["step"] is None else f"step {restart['step']} "

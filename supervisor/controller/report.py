@@ -17,6 +17,7 @@ import msgspec
 from diagnosis.incident import Verdict
 from diagnosis.signals import rank_names
 from diagnosis.taxonomy import TAXONOMY
+from recovery.snapshot_choice import one_world
 from supervisor import messages as m
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
 from supervisor.job.advice import JobAdvice, advice_of, measured
@@ -154,8 +155,8 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
     job, now = loop.job, loop.clock.now()
     if name == "advice":
         return functools.partial(advice_answer, job.spec.name, loop.advice.of(job, now))
-    view: JobView = job.view(now)
-    newest = loop.watch.newest
+    newest, held = loop.watch.newest, loop.watch.snapshot
+    view: JobView = job.view(now, None if held is None else one_world(held))
     if newest.attempt == view.attempt and newest.step is not None and newest.step > (view.step or -1):
         # The job hears of a step every 10 s, which is journalled; readers see the newest heartbeat's.
         view = msgspec.structs.replace(view, step=newest.step, last_step=newest.last_step)
@@ -167,8 +168,6 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
         view = msgspec.structs.replace(view, state="DIAGNOSING", waiting=waiting)
     advice = loop.advice.of(job, now)
     offsets = {name: connection.clock_offset_s for name, connection in loop.connections.items()}
-
-    held = loop.watch.snapshot
 
     def status() -> dict[str, object]:
         told = status_of(view, {"epoch": epoch, "agents": sorted(agents), "journal": stall or "ok"}, advice)

@@ -874,9 +874,17 @@ class Attempts:
             self._snapshots_from = attempt.number
         if self.checkpoints.rolls_back:
             return None
-        resume = attempt.resume
-        step = resume.step if resume.step is not None else self.checkpoints.step_of(resume.path)
-        return choose_snapshot(trusted, checkpoint=bool(resume.path), checkpoint_step=step)
+        return self._newer(trusted, attempt.resume.path, attempt.resume.step)
+
+    def _newer(self, held: Iterable[NodeSnapshot], path: str, step: int | None) -> NodeSnapshot | None:
+        """The one of them that is newer than this checkpoint."""
+        step = step if step is not None else self.checkpoints.step_of(path)
+        return choose_snapshot(held, checkpoint=bool(path), checkpoint_step=step)
+
+    def would_start_from(self, held: NodeSnapshot, path: str, step: int | None) -> bool:
+        """Whether a restart now would start from what all ranks hold, and not from this checkpoint. Changes nothing."""
+        trusted = held.attempt >= self._snapshots_from and not self.checkpoints.is_suspect(held.at, held.step)
+        return trusted and not self.checkpoints.rolls_back and self._newer((held,), path, step) is not None
 
     def _world_size_note(self, attempt: Attempt) -> Wants:
         """Tell where the checkpoint's format cannot be loaded by another number of data-parallel ranks."""

@@ -51,6 +51,7 @@ from diagnosis.signals import Finding, rank_names
 from diagnosis.verdict.triage import conclude as conclude_by_triage
 from recovery.checkpoint import choose as choose_checkpoint
 from recovery.policy import BUDGET_SPENT, NOT_WORTH_RETRYING
+from recovery.snapshot_choice import NodeSnapshot
 from supervisor import messages as m
 from supervisor.errors import InternalError
 from supervisor.job import view
@@ -781,9 +782,12 @@ class Job:
 
     # ----- what others ask -----
 
-    def view(self, now: float | None = None) -> JobView:
-        """Everything that is shown of the job, as of its newest event or a later time."""
-        return view.job_view(self, now)
+    def view(self, now: float | None = None, held: NodeSnapshot | None = None) -> JobView:
+        """Everything that is shown of the job, as of its newest event or a later time.
+
+        `held`: the newest snapshot in memory of all ranks, which only a running controller knows.
+        """
+        return view.job_view(self, now, held)
 
     @property
     def state(self) -> JobStateName:

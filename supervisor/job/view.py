@@ -11,6 +11,7 @@ from diagnosis.signals import clean_line, rank_names
 from diagnosis.stragglers import SLOWS
 from recovery.checkpoint import Checkpoint, judgement
 from recovery.cordon import Cordon, breaker_limit
+from recovery.snapshot_choice import NodeSnapshot
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempts
 from supervisor.job.core import Core
@@ -62,7 +63,7 @@ class Parts(Protocol):
     stragglers: StragglersSeen | None
 
 
-def job_view(job: Parts, now: float | None = None) -> JobView:
+def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = None) -> JobView:
     """`now`: a live controller's clock; without it the job as of its newest event."""
     core, attempts, attempt, incidents = job.core, job.attempts, job.attempts.current, job.incidents
     cordons, budget, spec = job.nodes.cordons, incidents.budget, core.spec
@@ -114,7 +115,7 @@ def job_view(job: Parts, now: float | None = None) -> JobView:
         degraded=tuple(f"{record.id}: {record.what}" for record in incidents.log.open_degradations()),
         silence=_silence(job, now),
         hung=_hung(job),
-        restart=_restart(job, now),
+        restart=_restart(job, now, held),
         tiers=_tiers(job.tiers) if job.tiers.are_on else msgspec.UNSET,
     )
 
@@ -260,7 +261,7 @@ def _where(checkpoint: Checkpoint, tiers: Tiers) -> tuple[str, ...]:
     return ("copy",) if checkpoint.copy_of else ("in place",)
 
 
-def _restart(job: Parts, now: float) -> RestartView | None:
+def _restart(job: Parts, now: float, held: NodeSnapshot | None) -> RestartView | None:
     """What a restart would resume from now. A choice that fails must not keep anybody from seeing the rest."""
     attempts, attempt = job.attempts, job.attempts.current
     if job.core.is_over or attempt is None:
@@ -270,6 +271,11 @@ def _restart(job: Parts, now: float) -> RestartView | None:
         chosen = known.would_choose(attempt.members)
     except Exception as error:
         return RestartView(path="", step=None, loses_steps=None, loses_s=None, why=clean_line(str(error)))
+    path, at = (chosen.path, chosen.step) if chosen is not None else ("", None)
+    if held is not None and attempts.would_start_from(held, path, at):
+        loses = None if attempt.step is None else max(0, attempt.step - held.step)
+        age_s = round(max(0.0, now - held.at), 3)
+        return RestartView(path="", step=held.step, loses_steps=loses, loses_s=age_s, from_memory=True)
     seen = known.candidates(attempt.members)
     if chosen is None:
         doubt = any(one.in_doubt for one in seen)

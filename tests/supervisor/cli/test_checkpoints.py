@@ -68,4 +68,6 @@ def test_what_a_restart_would_lose() -> None:
     known = {"path": "/c/step-40", "step": 40, "loses_steps": 12, "loses_s": 200.0, "why": ""}
     assert "12 steps (3 min 20 s)" in restart_line(known)
     assert "beginning" in restart_line(known | {"path": "", "step": None})
+    assert "12 steps" in restart_line(known | {"path": "", "from_memory": True})
+    assert "beginning" not in restart_line(known | {"path": "", "from_memory": True})
     assert "in doubt" in restart_line(known | {"path": "", "why": "the newest one is in doubt"})

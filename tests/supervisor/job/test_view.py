@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from diagnosis.signals import Evidence, Finding
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint, RankLayout
+from recovery.snapshot_choice import NodeSnapshot
 from supervisor import messages as m
 from supervisor.node_diff import Difference, compare
 from supervisor.notes import text_of
@@ -97,6 +100,22 @@ def test_what_a_restart_would_lose(running: Any) -> None:
     run.tell(m.Progressed, after=60, attempt=1, step=32)
     restart = run.job.view().restart
     assert (restart.path, restart.step, restart.loses_steps, restart.loses_s) == ("/c/save20", 20, 12, 60.0)
+
+
+def test_a_restart_would_start_from_a_newer_snapshot_in_memory(running: Any) -> None:
+    run = running("a", step=1)
+    held = NodeSnapshot(attempt=1, step=30, first_rank=0, ranks=2, world=2, at=run.now)
+    run.tell(m.Progressed, after=60, attempt=1, step=32)
+    for step, from_memory in ((20, True), (30, False), (40, False)):
+        run.tell(m.CheckpointsSeen, node="a", checkpoints=(of_step(step, modified_at=run.now),))
+        restart = run.job.view(None, held).restart
+        assert restart.from_memory == from_memory
+        assert (restart.step, restart.path) == ((30, "") if from_memory else (step, f"/c/save{step}"))
+        if from_memory:
+            assert (restart.loses_steps, restart.loses_s) == (2, 60.0)
+    run.tell(m.NumbersSeen, after=1, attempt=1, bad=True, step=33, ranks=(0,))
+    late = msgspec.structs.replace(held, step=50, at=run.now + 1)
+    assert not run.job.view(None, late).restart.from_memory
 
 
 def test_to_look_changes_nothing(running: Any) -> None:
