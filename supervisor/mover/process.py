@@ -77,6 +77,12 @@ class Mover:
         self._secret = SharedSecret(token)
         formats, _ = load_formats()
         self._mirrors = Mirrors(self._folder, job_digest(Path(setup.job_dir), token))
+        if others := self._mirrors.of_other_jobs():
+            log.warning(
+                "%s has copies of %d other jobs: they are not used, and may be removed when those have ended",
+                self._mirrors.top,
+                others,
+            )
         self._parts = LocalParts(self._folder, self._mirrors.home, setup.node, lambda path: inspect(path, formats))
         self._publisher = Publisher(Path(setup.publish_to), Path(setup.job_dir), setup.node)
         self._problems: dict[str, str] = {}
@@ -296,7 +302,9 @@ class Mover:
         except (OSError, PeerError, CopyError, PreparationError, NotOurFolder) as error:
             problem = str(error) or repr(error)
         with self._lock:
-            if problem:
+            if problem and self._orders.bring_number > number:
+                pass  # asked anew, with other sources: that one tells how it ends
+            elif problem:
                 self._failed[key] = NotBrought(name=key.name, attempt=key.attempt, stamp=key.stamp, why=problem[:300])
                 while len(self._failed) > FAILED_KEPT:
                     del self._failed[next(iter(self._failed))]

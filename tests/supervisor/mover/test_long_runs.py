@@ -17,12 +17,12 @@ from recovery.checkpoint import Checkpoint
 from recovery.tiers import BringBack, NodeTiers, PartSource, Save, SaveKey, join
 from supervisor.mover.copying import NewFile, checksum, need_room
 from supervisor.mover.parts import STILL_S, LocalParts
-from supervisor.mover.peer import Mirrors
+from supervisor.mover.peer import Mirrors, PeerServer
 from supervisor.mover.process import GONE_S, GaveWay, Mover
 from supervisor.mover.publish import RECORDS_READ, Publisher, PublishRecord, record_file
 from tests.supervisor.mover.saves import dcp_files, torch_file
 from tests.supervisor.mover.test_kills import content_of
-from tests.supervisor.mover.test_mover import Node, dcp, node, published, save_of, wanted
+from tests.supervisor.mover.test_mover import SECRET, Node, dcp, node, published, save_of, wanted
 
 __all__ = ["node"]
 
@@ -301,6 +301,38 @@ def test_summing_up_a_file_is_told_of(tmp_path: Path) -> None:
     words: list[int] = []
     assert checksum(tmp_path, "f", lambda: words.append(1), 0.0).size == 3 << 20
     assert len(words) == 3
+
+
+def test_a_stranger_who_says_a_byte_now_and_then_is_put_out(tmp_path: Path) -> None:
+    server = PeerServer(Mirrors(tmp_path, "job"), SECRET, lambda *_: None, host="127.0.0.1", proof_s=0.4)
+    server.start()
+    bytes_said = 0
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as stranger:
+        stranger.sendall(b"\0\0\2")
+        while bytes_said < 100:  # 5 s; each byte comes within the time of one read
+            try:
+                assert stranger.recv(1) == b""
+                break
+            except TimeoutError:
+                stranger.sendall(b"\0")
+                bytes_said += 1
+            except ConnectionError:
+                break
+    server.close()
+    assert bytes_said < 100
+
+
+def test_an_order_that_is_given_anew_is_not_told_as_failed(node: Nodes) -> None:
+    a, b = node("a"), node("b")
+    dcp([a, b], 10)
+    a.look(), b.look()
+    back = wanted([a, b], "step-10", {"a", "b"})
+    a.look(bring=back, bring_number=2)
+    a.mover.bring(BringBack(save=back.save), 1)
+    assert a.mover.status().bring_problem
+    assert a.mover.status().tiers.failed == ()
+    a.mover.bring(BringBack(save=back.save), 2)
+    assert a.mover.status().tiers.failed
 
 
 # ----- bringing back -----
