@@ -3,7 +3,7 @@
 One `LossWatch` follows one printed loss, in bounded memory. It compares each value with the ones before it, in log
 space, so that a factor means the same at every level. A value is bad where it is far above the usual level, measured by
 the usual noise. Single bad values are common and harmless. An alarm needs several in a row that do not come back by
-themselves.
+themselves, and ends as well when they have settled at a new level.
 
 A loss also rises for honest reasons. After a change of the data it stays at a new level as calmly as before, or falls
 from there: that becomes the usual level. A learning rate that rises (a restart of its schedule) explains a higher loss,
@@ -31,12 +31,10 @@ NOISE: Final = 6.0
 """A bad value is this many times the noise above the usual level,"""
 LEAP: Final = 0.35
 """and at least this much above it, in log space: 1.4 times."""
-HIGH: Final = 0.9
-"""2.5 times: no change of the data does that."""
-HIGH_UNKNOWN: Final = 1.1
-"""The same where the beginning of the run was not seen: 3 times."""
+VERY_HIGH: Final = 1.7
+"""5.5 times: no change of the data does that."""
 FEW: Final = 8
-"""So many bad values in a row are an alarm where they are high,"""
+"""So many bad values in a row are an alarm where they are very high,"""
 MORE: Final = 12
 """so many where they are restless or rise,"""
 MOST: Final = 24
@@ -54,14 +52,18 @@ LITTLE: Final = 0.2
 MUCH: Final = 0.5
 """One that gives back more is a divergence,"""
 NEXT_TO_ALL: Final = 0.8
-"""even a calm one where it is so much."""
+"""even a steady one where it is so much,"""
+BEGINNING: Final = 1.25
+"""and no more than this,"""
+DEAD_CALM: Final = 0.4
+"""and it scatters less than so many times as much as usual: whatever the batch, the model knows nothing any more."""
 RATE_ROSE: Final = 1.3
 """A learning rate that is so many times what it was explains a higher loss."""
 BLOCK: Final = 16
 """Values of which the slow course of the loss is made."""
 BLOCKS: Final = 32
-CLIMB: Final = 0.7
-"""So much above its best a loss that climbs slowly has diverged, in log space: twice."""
+CLIMB: Final = 1.0
+"""So much above its best a loss that climbs slowly has diverged, in log space: 2.7 times."""
 USUAL_RANGE: Final = 0.75
 """and above so many of its blocks: not of those at the beginning of the run."""
 CLIMBS: Final = 4
@@ -230,13 +232,17 @@ class LossWatch:
         share = self._lost_share(level + height, level)
         if share is not None and share < LITTLE:
             return None
-        if height > (HIGH_UNKNOWN if share is None else HIGH):
+        if height > VERY_HIGH:
             return "spike"
-        if self._bad >= MORE and _rises(values, noise):
+        if self._bad < MORE:
+            return None
+        if _rises(values, noise):
             return "divergence" if share is not None and share > MUCH else "spike"
-        if self._bad >= MORE and _scatter(values) > RESTLESS * max(noise, 0.01):
+        if _scatter(values) > RESTLESS * max(noise, 0.01):
             return "spike"
-        return "divergence" if self._bad >= MOST and share is not None and share > NEXT_TO_ALL else None
+        back = share is not None and NEXT_TO_ALL < share < BEGINNING
+        collapsed = back and _scatter(values) < DEAD_CALM * noise
+        return "divergence" if self._bad >= MOST and collapsed else None
 
     def _adopt(self, rate: float | None) -> None:
         """What looked bad is the usual level from now on."""
@@ -293,6 +299,7 @@ class LossWatch:
             level=round(math.exp(statistics.median(x for _, x in list(self._run)[-RECENT:])), 4),
         )
         self._good = 0
+        self._run.clear()
 
     def _look_for_its_end(self, step: int | None, x: float, rate: float | None, level: float, noise: float) -> None:
         """The usual level is the one from before the alarm."""
@@ -303,6 +310,13 @@ class LossWatch:
             self.alarm = None
             self._end_run()
             self._accept(step, x, rate)
+            return
+        self._run.append((step, x))
+        values = [one for _, one in self._run]
+        calm = len(values) == self._run.maxlen and _scatter(values) < RESTLESS * max(noise, 0.01)
+        if calm and not _rises(values, noise):
+            self.alarm = None
+            self._adopt(rate)
 
 
 def _comes_back(values: Sequence[float], level: float) -> bool:

@@ -231,10 +231,10 @@ class LossGuard:
         at = "" if event.step is None else f" (step {event.step})"
         active = self._incidents.active
         if active is not None and active.trigger == "loss":
-            yield GoOn(f"the loss came back by itself{at}")
+            yield GoOn(f"the loss came back, or is steady at a new level{at}")
         record = self._incidents.degraded_by("signal")
         if record is not None and told:
-            yield from self._incidents.close(record, f"the loss came back by itself{at}")
+            yield from self._incidents.close(record, f"the loss came back, or is steady at a new level{at}")
 
     def attempt_ends(self) -> None:
         """The next one is formed."""

@@ -134,6 +134,34 @@ def blips(dice: random.Random) -> list[float]:
     return out
 
 
+def other_data(dice: random.Random) -> list[float]:
+    """Fine-tuning on code, then on text: up to five times as high from one value to the next, and as calm."""
+    code, text, at, first = dice.uniform(0.5, 1.0), dice.uniform(1.8, 2.6), dice.randint(200, 900), dice.uniform(1.5, 3)
+    means = (code + (first - code) * math.exp(-step / 60) if step < at else text for step in range(1500))
+    return [mean * math.exp(dice.gauss(0, 0.03)) for mean in means]
+
+
+def data_in_turns(dice: random.Random) -> list[float]:
+    low, high, each = dice.uniform(0.4, 0.9), dice.uniform(1.5, 2.4), dice.choice([150, 300])
+    means = ((high if step // each % 2 else low) + 2 * math.exp(-step / 40) for step in range(1500))
+    return [mean * math.exp(dice.gauss(0, 0.04)) for mean in means]
+
+
+def a_part_that_grows(dice: random.Random) -> list[float]:
+    """The weight of an auxiliary loss is raised slowly."""
+    own, long, at, part = dice.uniform(0.3, 0.8), dice.uniform(200, 600), dice.randint(200, 500), dice.uniform(0.5, 1.5)
+    grown = (min(1.0, max(0.0, (step - at) / long)) for step in range(1500))
+    means = (own * (1 + part * share) + 1.5 * math.exp(-step / 50) for step, share in enumerate(grown))
+    return [mean * math.exp(dice.gauss(0, 0.03)) for mean in means]
+
+
+def curriculum(dice: random.Random) -> list[float]:
+    """Harder every 300 values: 3.5 times as high, and learnt again."""
+    levels = (0.1 * 1.6 ** (step // 300) * (1 + 1.2 * math.exp(-(step % 300) / 40)) for step in range(1500))
+    return [(level + 1.5 * math.exp(-step / 30)) * math.exp(dice.gauss(0, 0.1)) for step, level in enumerate(levels)]
+
+
+NEW_LEVELS: tuple[Curve, ...] = (other_data, data_in_turns, a_part_that_grows, curriculum)
 HONEST: tuple[Curve, ...] = (
     power_law, staircase, warm_up, mixture, longer_contexts, ends_of_epochs, quantized, cosine_restarts, lone_outliers,
     of_a_policy, smoothed, blips,
@@ -146,6 +174,29 @@ def test_no_alarm_on_honest_curves(curve: Curve) -> None:
     """240 in all."""
     false = [(seed, found) for seed in range(SEEDS) if (found := alarmed(curve(random.Random(seed)))) is not None]
     assert not false
+
+
+@pytest.mark.parametrize("curve", NEW_LEVELS, ids=lambda curve: curve.__name__)
+def test_a_new_level_is_seldom_an_alarm_and_never_a_lasting_one(curve: Curve) -> None:
+    """At most one of 20 curves."""
+    false = 0
+    for seed in range(SEEDS):
+        watch, alarms = LossWatch(), 0
+        for step, value in enumerate(curve(random.Random(seed))):
+            watch.feed(step, value)
+            alarms += watch.alarm is not None
+        assert watch.alarm is None, seed
+        false += alarms > 0
+    assert false <= 1
+
+
+def test_even_a_very_high_level_becomes_the_usual_one() -> None:
+    watch, seen = LossWatch(), []
+    for step, value in enumerate(spiked(random.Random(9), 8.0, 200)):
+        watch.feed(step, value)
+        seen.append(watch.alarm is not None)
+    assert any(seen[300:320])
+    assert not any(seen[380:])
 
 
 def test_no_alarm_in_any_healthy_log() -> None:
@@ -186,16 +237,22 @@ def spiked(dice: random.Random, height: float, length: int, wild: float = 0.0, n
     return out
 
 
+def collapsed(dice: random.Random) -> list[float]:
+    """It knows nothing any more: about the logarithm of the vocabulary's size, whatever the batch."""
+    values = healthy(dice)
+    return [*values[:300], *(10.3 * math.exp(dice.gauss(0, 0.005)) for _ in range(200))]
+
+
 def climbing(dice: random.Random) -> list[float]:
     return [value * math.exp(max(0, step - 300) / 120) for step, value in enumerate(healthy(dice))]
 
 
 WRONG: dict[str, tuple[Curve, int]] = {
-    "three times, flat": (lambda dice: spiked(dice, 3.0, 60), 12),
+    "three times, restless": (lambda dice: spiked(dice, 3.0, 60, wild=0.15), 30),
     "six times, short": (lambda dice: spiked(dice, 6.0, 15), 12),
     "twice, restless": (lambda dice: spiked(dice, 2.0, 80, wild=0.2), 30),
-    "four times, noisy": (lambda dice: spiked(dice, 4.0, 60, noise=0.12), 14),
-    "back to where it began": (lambda dice: spiked(dice, 4.4, 200), 12),
+    "four times, noisy": (lambda dice: spiked(dice, 4.0, 60, wild=0.5, noise=0.12), 30),
+    "back to where it began": (collapsed, 30),
     "climbs": (climbing, 150),
 }
 
@@ -215,7 +272,7 @@ def test_what_went_wrong_is_seen_soon_and_from_the_right_step_on(kind: str) -> N
 
 
 def test_a_learning_rate_that_rises_explains_it() -> None:
-    values = spiked(random.Random(1), 3.0, 200)
+    values = spiked(random.Random(1), 6.0, 200)
     assert alarmed(values) is not None
     assert alarmed(values, rates=[1e-3 if 300 <= step < 500 else 1e-4 for step in range(500)]) is None
 
@@ -223,17 +280,17 @@ def test_a_learning_rate_that_rises_explains_it() -> None:
 def test_the_alarm_ends_when_the_loss_is_back() -> None:
     watch = LossWatch()
     seen = []
-    for step, value in enumerate(spiked(random.Random(2), 3.0, 60)):
+    for step, value in enumerate(spiked(random.Random(2), 6.0, 40)):
         watch.feed(step, value)
         seen.append(watch.alarm is not None)
     assert not any(seen[:300])
-    assert all(seen[310:358])
-    assert not any(seen[370:])
+    assert all(seen[310:338])
+    assert not any(seen[350:])
 
 
 def test_the_next_attempt_is_watched_from_its_first_step_on() -> None:
     """It goes on 40 steps before the spike, which comes again: there is no time to learn the level anew."""
-    values = spiked(random.Random(3), 3.0, 60)
+    values = spiked(random.Random(3), 6.0, 60)
     watch = LossWatch()
     for step in range(320):
         watch.feed(step, values[step])
@@ -307,7 +364,7 @@ def test_other_losses_between_do_not_count() -> None:
     ],
 )
 def test_a_spike_in_the_lines_of_known_trainers(form: str) -> None:
-    log = [form.format(step=step, loss=value) for step, value in enumerate(spiked(random.Random(7), 3.5, 40), 1)]
+    log = [form.format(step=step, loss=value) for step, value in enumerate(spiked(random.Random(7), 6.5, 40), 1)]
     reader = read(log[:330])
     alarm = reader.loss_alarm
     assert alarm is not None
