@@ -9,12 +9,14 @@ it. What was written anew as a whole is a new version, and is seen for the first
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -37,6 +39,8 @@ FEWEST_BLOCKS: Final = 8
 SMALLEST_BLOCK: Final = 512
 PIECE: Final = 256 << 10
 """Read at once: between two pieces the rate is kept."""
+OPEN_COST: Final = 64 << 10
+"""To the rate, opening a file counts as so many bytes: a server of files answers for each."""
 FILES: Final = 4096
 """Of one checkpoint."""
 RECORDS: Final = 32
@@ -104,32 +108,45 @@ class ContentReader:
     def __init__(self, wait: Wait = no_wait) -> None:
         self._wait = wait
 
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
-            file.seek(offset)
-            pieces: list[bytes] = []
-            while size > 0:
-                piece = file.read(min(PIECE, size))
-                if not piece:
-                    break
-                pieces.append(piece)
-                size -= len(piece)
-                if not self._wait(len(piece)):
-                    raise Stopped
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """A descriptor, for `read`."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._keep_rate(OPEN_COST)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def read(self, descriptor: int, offset: int, size: int) -> bytes:
+        pieces: list[bytes] = []
+        while size > 0:
+            piece = os.pread(descriptor, min(PIECE, size), offset)
+            if not piece:
+                break
+            pieces.append(piece)
+            offset, size = offset + len(piece), size - len(piece)
+            self._keep_rate(len(piece))
         return b"".join(pieces)
+
+    def _keep_rate(self, size: int) -> None:
+        if not self._wait(size):
+            raise Stopped
 
     def blocks(self, path: str, size: int, count: int, budget: int) -> tuple[str, ...]:
         """Digests of the blocks of a file: all of it where the budget allows, else evenly spread ones."""
         length = max(SMALLEST_BLOCK, -(-size // count))
         held = min(length, max(SMALLEST_BLOCK, budget // count))
         found: list[str] = []
-        for number, begin in enumerate(range(0, size, length)):
-            end = min(begin + length, size)
-            free = max(0, end - begin - held)
-            at = end - held if end == size and free else begin
-            if number and end != size:  # the first block is the beginning, the last the end; others lie anywhere
-                at += random.Random(f"{size} {number}").randrange(free + 1)
-            found.append(hashlib.blake2b(self.read(path, at, min(held, end - begin)), digest_size=8).hexdigest())
+        with self.opened(path) as descriptor:
+            for number, begin in enumerate(range(0, size, length)):
+                end = min(begin + length, size)
+                free = max(0, end - begin - held)
+                at = end - held if end == size and free else begin
+                if number and end != size:  # the first block is the beginning, the last the end; others lie anywhere
+                    at += random.Random(f"{size} {number}").randrange(free + 1)
+                data = self.read(descriptor, at, min(held, end - begin))
+                found.append(hashlib.blake2b(data, digest_size=8).hexdigest())
         return tuple(found)
 
     def recorded(self, path: str, now: float) -> ContentRecord:
@@ -142,15 +159,14 @@ class ContentReader:
             budget = SAMPLE_BYTES if total <= SAMPLE_BYTES else SAMPLE_BYTES * stat.st_size // total
             blocks = self.blocks(os.path.join(path, name) if name else path, stat.st_size, count, budget)
             records[name] = _record(stat, blocks)
-        after = _files(path)
-        if {name: _key(one) for name, one in after.items()} != {name: _key(one) for name, one in files.items()}:
-            raise Stopped
+        _nobody_wrote(path, files)
         return ContentRecord(at=now, files=records)
 
     def compared(self, path: str, record: ContentRecord, again: bool = False) -> tuple[Comparison, ContentRecord]:
         """What became of it, and the record with the times that the files have now.
 
         Only what was touched is read, unless `again`. A file that has gone, or come, is judged by its format.
+        Raises Stopped when somebody wrote meanwhile.
         """
         files = _files(path)
         count = max(FEWEST_BLOCKS, min(BLOCKS, FILES // max(1, len(record.files))))
@@ -170,6 +186,7 @@ class ContentReader:
                 known[name] = _record(stat, blocks)
             else:
                 differing[name] = [one != other for one, other in zip(blocks, was.blocks, strict=True)]
+        _nobody_wrote(path, files)
         comparison = _compare(path, record, files, differing)
         if comparison.kind == "changed":  # only when all is written once more it is another one
             known = {name: _record(files[name], was.blocks) if name in files else was for name, was in known.items()}
@@ -186,15 +203,21 @@ class ContentReader:
     def why_not_finite(self, weights: list[TensorPlace], limit: int) -> str:
         """The first of `weights` that is not finite: of each a part, so that no more than `limit` bytes are read."""
         total = sum(place.size for place in weights) or 1
-        for place in weights:
-            share = place.size if total <= limit else max(4096, limit * place.size // total // 8 * 8)
-            share = min(share, place.size)
-            at = random.Random(f"{place.name} {place.size}").randrange(0, place.size - share + 1, 8)
-            for begin in range(at, at + share, PIECE):
-                data = self.read(place.file, place.offset + begin, min(PIECE, at + share - begin))
-                why = why_non_finite(place, data)
-                if why:
-                    return clean_text(why)
+        for file, places in itertools.groupby(sorted(weights, key=_file_of), key=_file_of):
+            with self.opened(file) as descriptor:
+                for place in places:
+                    share = place.size if total <= limit else max(4096, limit * place.size // total // 8 * 8)
+                    why = self._why_not_finite(place, descriptor, min(share, place.size))
+                    if why:
+                        return clean_text(why)
+        return ""
+
+    def _why_not_finite(self, place: TensorPlace, descriptor: int, share: int) -> str:
+        at = random.Random(f"{place.name} {place.size}").randrange(0, place.size - share + 1, 8)
+        for begin in range(at, at + share, PIECE):
+            why = why_non_finite(place, self.read(descriptor, place.offset + begin, min(PIECE, at + share - begin)))
+            if why:
+                return why
         return ""
 
 
@@ -249,8 +272,19 @@ def _record(stat: os.stat_result, blocks: tuple[str, ...]) -> FileRecord:
     )
 
 
-def _key(stat: os.stat_result) -> tuple[int, int, int]:
-    return (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+def _key(stat: os.stat_result) -> tuple[int, int, int, int]:
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+def _file_of(place: TensorPlace) -> str:
+    return place.file
+
+
+def _nobody_wrote(path: str, before: dict[str, os.stat_result]) -> None:
+    """Raises Stopped when a file of the checkpoint is not as it was before the reading."""
+    after = _files(path)
+    if {name: _key(one) for name, one in after.items()} != {name: _key(one) for name, one in before.items()}:
+        raise Stopped
 
 
 def _files(path: str) -> dict[str, os.stat_result]:

@@ -103,12 +103,13 @@ def _looked_at(places: list[TensorPlace]) -> tuple[str, list[str]]:
     why, remarks = "", []
     for place in places:
         nan = infinite = 0
-        for begin in range(0, place.size, PIECE):
-            data = reader.read(place.file, place.offset + begin, min(PIECE, place.size - begin))
-            if is_weight(place) and not why:
-                why = why_non_finite(place, data)
-            found = non_finite(data, place.dtype)
-            nan, infinite = nan + found.nan, infinite + found.infinite
+        with reader.opened(place.file) as descriptor:
+            for begin in range(0, place.size, PIECE):
+                data = reader.read(descriptor, place.offset + begin, min(PIECE, place.size - begin))
+                if is_weight(place) and not why:
+                    why = why_non_finite(place, data)
+                found = non_finite(data, place.dtype)
+                nan, infinite = nan + found.nan, infinite + found.infinite
         if (nan or infinite) and not is_weight(place):
             remarks.append(
                 f"{place.name[-120:]} has {nan} NaN and {infinite} infinite numbers; it need not be a weight"

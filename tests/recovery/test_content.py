@@ -12,7 +12,7 @@ import pytest
 
 from recovery.checkpoint import Checkpoint, SetAside, choose
 from recovery.formats import inspect
-from recovery.formats.content import ContentLedger, ContentReader, Stopped
+from recovery.formats.content import OPEN_COST, ContentLedger, ContentReader, Stopped
 from recovery.formats.files import Budget
 from recovery.formats.tensors import is_weight, non_finite, places_in
 from recovery.formats.verify import NotVerifiable, find_checkpoints, verify
@@ -94,6 +94,33 @@ class TestChanges:
 
         with pytest.raises(Stopped):
             ContentLedger().look(str(path), ContentReader(write), 0.0)
+
+    @pytest.mark.parametrize("in_place", [True, False])
+    def test_a_save_while_it_is_read_again_proves_nothing(self, tmp_path: Path, in_place: bool) -> None:
+        path = unpack("safetensors", tmp_path) / "model_20.safetensors"
+        ledger, other = first_sight(path), (path.parent / "model_10.safetensors").read_bytes()
+        assert len(other) == path.stat().st_size
+
+        def save(_: int) -> bool:
+            if not in_place:
+                path.unlink(missing_ok=True)
+            path.write_bytes(other)
+            return True
+
+        with pytest.raises(Stopped):
+            ledger.look(str(path), ContentReader(save), 0.0, again=True)
+        assert judged(path, ledger).complete
+
+    def test_a_file_is_opened_once_and_small_files_have_their_price(self, tmp_path: Path) -> None:
+        path = unpack("safetensors", tmp_path) / "model_20.safetensors"
+        charged: list[int] = []
+        ContentReader(lambda size: charged.append(size) is None).blocks(str(path), path.stat().st_size, 64, 1 << 20)
+        assert charged.count(OPEN_COST) == 1
+        assert len(charged) > 5
+        charged.clear()
+        ContentReader(lambda size: charged.append(size) is None).why_non_finite(str(path))
+        assert charged.count(OPEN_COST) == 1
+        assert len(charged) > 2
 
     def test_it_stops_when_somebody_is_in_a_hurry(self, tmp_path: Path) -> None:
         path = unpack("safetensors", tmp_path) / "model_20.safetensors"
