@@ -25,7 +25,7 @@ from recovery.checkpoint import Checkpoint
 from recovery.formats.scan import CheckpointScanner, WrittenCheckpoints
 from recovery.provenance import Item, Provenance, Write
 from recovery.quarantine import Bounds, GivenFolders, WrittenByRanks, keep_copy
-from supervisor.agent.content import ContentMonitor
+from supervisor.agent.content import ContentMonitor, is_on_a_disk
 from supervisor.agent.procfs import descendants, files_open_for_writing
 from supervisor.agent.state import fulfil
 from supervisor.files import start_time, write_atomically
@@ -435,7 +435,7 @@ class CheckpointMonitor:
 
     def _verified(self, found: tuple[Checkpoint, ...]) -> tuple[Checkpoint, ...]:
         """With what is known of their content. On shared storage one node reads for all."""
-        verifies = tuple(one for one in found if self.leads or _is_on_a_disk(one.path))
+        verifies = tuple(one for one in found if self.leads or is_on_a_disk(one.path))
         self._content.offer(verifies)
         if self._at_rest:
             self._content.check_now(verifies)
@@ -510,14 +510,6 @@ class CheckpointMonitor:
         """Who has written much since the last scan."""
         before = self._written
         return {pid for pid, written in writing.items() if written - before.get(pid, 0) > WROTE_BYTES}
-
-
-def _is_on_a_disk(path: str) -> bool:
-    """Whether it is on this node's own disk: file systems of other machines, and in memory, have no device."""
-    try:
-        return os.major(os.stat(path).st_dev) != 0
-    except OSError:
-        return False
 
 
 def is_utf8(path: str) -> bool:

@@ -142,7 +142,11 @@ class ContentMonitor:
         self._kept = changes
 
     def _recall(self) -> None:
-        """What the nodes of this job knew; the newest record of a checkpoint counts."""
+        """What this node knew, and of shared storage what the others knew: there the newest record counts.
+
+        On the nodes' own disks one path is another checkpoint on each.
+        """
+        self._ledger.records.update(_read(self._own))
         try:
             names = sorted(os.listdir(self._folder))[:NODES_READ]
         except OSError:
@@ -150,8 +154,27 @@ class ContentMonitor:
         for name in names:
             for path, record in _read(self._folder / name).items():
                 held = self._ledger.records.get(path)
-                if held is None or held.at < record.at:
+                if (held is None or held.at < record.at) and not is_on_a_disk(path) and _is_of(path, record):
                     self._ledger.records[path] = record
+
+
+def is_on_a_disk(path: str) -> bool:
+    """Whether it is on this node's own disk: file systems of other machines, and in memory, have no device."""
+    try:
+        return os.major(os.stat(path).st_dev) != 0
+    except OSError:
+        return False
+
+
+def _is_of(path: str, record: ContentRecord) -> bool:
+    """Whether a file is the one of the record. In memory, and where containers have no disk, others may be there."""
+    for name, was in record.files.items():
+        try:
+            if was.was_not_written(os.stat(os.path.join(path, name) if name else path)):
+                return True
+        except OSError:
+            continue
+    return False
 
 
 def _read(path: Path) -> dict[str, ContentRecord]:
