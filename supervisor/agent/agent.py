@@ -279,6 +279,8 @@ class NodeAgent:
         self._orphan = OrphanHandler(state, self._link, self._ranks, self._keeper)
         self._drain_requests = DrainRequests(state, site.drain_requests)
         self._prefetch = Prefetch()
+        self._nodes = 0
+        """How many the newest round had."""
 
         # What it reports.
         self._heartbeat = HeartbeatBuilder(
@@ -471,10 +473,12 @@ class NodeAgent:
     # ----- what it does -----
 
     def _read_ahead(self) -> None:
-        keeper = self._state.keeper
-        path = wanted(self._state.assignment, keeper, self._checkpoints.checkpoints, self._progressed)
+        keeper, assignment = self._state.keeper, self._state.assignment
+        if assignment is not None and assignment.round is not None:
+            self._nodes = assignment.round.size
+        path = wanted(assignment, keeper, self._checkpoints.checkpoints, self._progressed)
         ranks = [worker.rank for worker in keeper.workers_of(keeper.newest_attempt)] if path and keeper else ()
-        self._prefetch.follow(path, ranks)
+        self._prefetch.follow(path, ranks, self._nodes)
 
     def _handle_lost_controller(self, now: float) -> None:
         """Without a connection: see to what an orphan must do, and end the node where it says so."""

@@ -30,7 +30,7 @@ def wanted(
     """The checkpoint to be read now; empty for none. `progressed`: the newest attempt that has shown progress.
 
     When a rank of this node has failed: the newest good one, as a guess. While the next attempt is formed and starts:
-    what it resumes from. The ranks read the same bytes then, so nothing is read for naught.
+    what it resumes from.
     """
     if assignment is None or keeper is None or assignment.outcome is not None or assignment.role == "excluded":
         return ""
@@ -59,8 +59,9 @@ class Prefetch:
         self._process: subprocess.Popen[bytes] | None = None
         self._path = ""
 
-    def follow(self, path: str, ranks: Sequence[int]) -> None:
-        """`path`: empty to stop. Called often, with the same value most times; never blocks."""
+    def follow(self, path: str, ranks: Sequence[int], nodes: int) -> None:
+        """`path`: empty to stop. `nodes`: how many the job has; 0: not known. Called often, with the same values most
+        times; never blocks."""
         running = self._process is not None and self._process.poll() is None
         if not running:
             self._process = None
@@ -72,10 +73,10 @@ class Prefetch:
                 return  # started when that one is gone
         self._path = path
         if path:
-            self._start(path, ranks)
+            self._start(path, ranks, nodes)
 
-    def _start(self, path: str, ranks: Sequence[int]) -> None:
-        arguments = [path, ",".join(map(str, ranks))]
+    def _start(self, path: str, ranks: Sequence[int], nodes: int) -> None:
+        arguments = [path, ",".join(map(str, ranks)), str(nodes)]
         try:
             self._process = subprocess.Popen(
                 [*self._command, *arguments],

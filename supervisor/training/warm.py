@@ -349,26 +349,45 @@ def has_memory() -> bool:
         return False
 
 
-def cgroup_left() -> float:
-    """What is left within the limit of our cgroup (version 2); infinity where there is none."""
-    try:
-        with open("/proc/self/cgroup") as file:
-            path = next(line.rstrip("\n").split(":", 2)[2] for line in file if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return float("inf")
+LIMITS = {
+    "0": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""Of cgroups of version 2 and 1: where they are, limit, use, and the part of it that would be given back."""
+
+
+def cgroup_left(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> float:
+    """What is left within the limits of our cgroups; infinity where there are none."""
     left = float("inf")
-    folder = os.path.normpath("/sys/fs/cgroup/" + path)
-    while folder.startswith("/sys/fs/cgroup"):
+    try:
+        with open(own) as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return left
+    for number, controllers, path in lines:
+        kind = "0" if number == "0" else "memory" if "memory" in controllers.split(",") else ""
+        if kind:
+            where, *names = LIMITS[kind]
+            left = min(left, left_below(root + where, path, names))
+    return left
+
+
+def left_below(top: str, path: str, names: list[str]) -> float:
+    """Of a cgroup and all those it is in."""
+    left = float("inf")
+    folder = os.path.normpath(f"{top}/{path}")
+    while folder.startswith(top):
         try:
-            with open(os.path.join(folder, "memory.max")) as file:
-                limit = file.read().strip()
+            limit, used = (read_text(os.path.join(folder, name)).strip() for name in names[:2])
             if limit != "max":
-                with open(os.path.join(folder, "memory.stat")) as file:
-                    stat = dict(line.split(None, 1) for line in file)
-                with open(os.path.join(folder, "memory.current")) as file:
-                    used = int(file.read()) - int(stat.get("inactive_file", 0))
-                left = min(left, int(limit) - used)
+                stat = dict(line.split(None, 1) for line in read_text(f"{folder}/memory.stat").splitlines())
+                left = min(left, int(limit) - int(used) + int(stat.get(names[2], 0)))
         except (OSError, ValueError):
             pass
         folder = os.path.dirname(folder)
     return left
+
+
+def read_text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
