@@ -7,6 +7,7 @@ own code is imported: the path has only the standard library and installed packa
 
 from __future__ import annotations
 
+import _random
 import contextlib
 import ctypes
 import gc
@@ -16,12 +17,14 @@ import locale
 import logging
 import multiprocessing
 import os
+import posix
 import random
 import signal
 import socket
 import sys
 import threading
 import time
+import types
 import warnings
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
 
@@ -59,18 +62,18 @@ class Unfit(Exception):
 
 
 class Watched(os._Environ):  # type: ignore[type-arg]
-    """os.environ while packages are imported: notes which variables they read."""
+    """os.environ and os.environb while packages are imported: notes which variables they read."""
 
     names: set[str] = set()
     prefixes: set[str] = set()
     everything = ""
 
-    def __getitem__(self, name: str) -> str:
+    def __getitem__(self, key: Any) -> Any:
         reader, asked = self._reader()
+        name = os.fsdecode(key)  # bytes in os.environb
         if asked or reader not in READS_NAMES or name.startswith(READS_NAMES[reader]):
             Watched.names.add(name)
-        value: str = super().__getitem__(name)
-        return value
+        return super().__getitem__(key)
 
     def __iter__(self) -> Any:
         reader, _ = self._reader()
@@ -88,6 +91,34 @@ class Watched(os._Environ):  # type: ignore[type-arg]
         while frame is not None and frame.f_globals.get("__name__") in ("collections.abc", "os", "copy", "typing"):
             frame = frame.f_back
         return (frame.f_globals.get("__name__", "?") if frame is not None else "?"), asked
+
+
+class Environment(types.ModuleType):
+    """The module posix while packages are imported: its dictionary cannot be watched, so to ask for it is noted."""
+
+    @property
+    def environ(self) -> Any:
+        Watched.everything = Watched.everything or sys._getframe(1).f_globals.get("__name__", "?")
+        return self.__dict__["environ"]
+
+
+class SeedSeen(_random.Random):
+    """Notes that somebody sets Python's random numbers; a fork seeds them anew."""
+
+    seen: list[str] = []
+
+    def seed(self, *arguments: Any) -> None:
+        if arguments and arguments[0] is not None:
+            SeedSeen.seen.append("random.seed")
+        super().seed(*arguments)
+
+    def setstate(self, state: Any) -> None:
+        SeedSeen.seen.append("random.setstate")
+        super().setstate(state)
+
+
+class RandomWatched(random.Random, SeedSeen):
+    """Python's own generator while packages are imported: what random.Random calls comes by SeedSeen."""
 
 
 class Finder:
@@ -155,15 +186,12 @@ class ForkServer:
         path, finders = self.only_installed()
         environ, looks = dict(os.environ), state()
         bindings = bound(had)
-        type_before = type(os.environ)
-        os.environ.__class__ = Watched
         guard = Guard()
         sys.meta_path.insert(0, self.finder)
         try:
             for name in self.record["modules"]:
                 self.import_one(name)
         finally:
-            os.environ.__class__ = type_before
             sys.meta_path[:] = [*finders, *(one for one in sys.meta_path if one not in (*finders, self.finder))]
             guard.end()
         if self.failed:  # half of it may have stayed
@@ -396,12 +424,17 @@ class ForkServer:
 
 
 class Guard:
-    """While packages are imported: nothing of a GPU's driver is called, and what they do to files is noted."""
+    """While packages are imported: nothing of a GPU's driver is called, and what they read and set is noted."""
 
     def __init__(self) -> None:
-        self.seen: list[str] = []
+        self.seen = SeedSeen.seen
         self.on = True
         self.replaced: list[tuple[Any, str, Any]] = []
+        generator: Any = random._inst
+        watched = ((os.environ, Watched), (os.environb, Watched), (posix, Environment), (generator, RandomWatched))
+        for one, kind in watched:
+            self.replaced.append((one, "__class__", type(one)))
+            one.__class__ = kind
         sys.addaudithook(self.heard)
         core: Any = getattr(sys.modules.get("torch"), "_C", None)
         for name in ("_cuda_init", "_cuda_getDeviceCount", "_xpu_init", "_xpu_getDeviceCount"):
@@ -442,6 +475,10 @@ def state() -> dict[str, Any]:
         "torch's random numbers": torch.get_rng_state().tolist() if torch is not None else None,
         "numpy's random numbers": numpy_random.get_state()[1].tolist() if numpy_random is not None else None,
         "settings of torch": torch_settings(torch) if torch is not None else None,
+        "streams": [
+            (getattr(sys, name), getattr(sys, f"__{name}__"), *map(str, settings_of(getattr(sys, name))))
+            for name in ("stdin", "stdout", "stderr")
+        ],
         "hooks": [
             getattr(sys, name, None) for name in ("excepthook", "displayhook", "unraisablehook", "breakpointhook")
         ]
@@ -452,6 +489,10 @@ def state() -> dict[str, Any]:
         "processes": (multiprocessing.get_start_method(allow_none=True), socket.getdefaulttimeout()),
         "a GPU's driver": driver_is_mapped(torch),
     }
+
+
+def settings_of(stream: Any) -> list[Any]:
+    return [getattr(stream, name, None) for name in ("line_buffering", "write_through", "encoding", "errors", "buffer")]
 
 
 def torch_settings(torch: Any) -> list[Any]:
