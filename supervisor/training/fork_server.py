@@ -53,6 +53,9 @@ NO_TRIAL = ("tempfile.mkdtemp", "tempfile.mkstemp")
 """A temporary file that a package makes when it is imported would be shared by all ranks."""
 DRIVERS = ("libcuda.so", "libnvidia-ml.so", "libamdhip64.so", "libze_loader.so")
 HOOKS = ("excepthook", "displayhook", "unraisablehook", "breakpointhook")
+OOM_SCORE = "/proc/{}/oom_score_adj"
+ENDED_FIRST = 1000
+"""When memory is short, the kernel ends the process with the highest score: a fork server, not a rank."""
 TOUCHES_DRIVER = 17
 """The exit code where an import asks for GPUs. It ends before anything of the driver is called."""
 
@@ -143,6 +146,7 @@ def serve(become: Any, close_in_fork: Callable[[], None]) -> Any:
         server = ForkServer(become)
         close_in_fork()
         try:
+            be_ended_first()
             server.prepare()
         except Unfit as unfit:
             server.tell({"unfit": str(unfit)[:1000]})
@@ -402,6 +406,7 @@ class ForkServer:
 
     def be_adopted(self, message: dict[str, Any], descriptors: list[int]) -> Any:
         """In the rank: wait until the keeper is the parent, and has taken us into its book."""
+        set_oom_score(oom_score(self.keeper))
         until = time.monotonic() + ADOPTED_S
         while os.getppid() != self.keeper:
             if time.monotonic() > until:
@@ -421,6 +426,29 @@ class ForkServer:
         become.interrupt, become.blocked = self.become.interrupt, self.become.blocked
         become.changed = self.changed
         return become
+
+
+def oom_score(pid: int) -> int:
+    with open(OOM_SCORE.format(pid)) as file:
+        return int(file.read())
+
+
+def set_oom_score(score: int) -> None:
+    """Raises OSError. Who may not lower it below what it was can still take it back to that."""
+    if score != oom_score(os.getpid()):
+        with open(OOM_SCORE.format(os.getpid()), "w") as file:
+            file.write(str(score))
+
+
+def be_ended_first() -> None:
+    """Before any rank, when memory is short. Tried first: a rank must be able to take it back."""
+    before = oom_score(os.getpid())
+    try:
+        set_oom_score(ENDED_FIRST)
+        set_oom_score(before)
+    except OSError as error:
+        raise Unfit(f"its OOM score of {before} cannot be raised and lowered again: {error.strerror}") from None
+    set_oom_score(ENDED_FIRST)
 
 
 class Guard:

@@ -28,6 +28,8 @@ MOST_FAILURES = 8
 RECORD_LIMIT = 8 << 20
 FREE_BYTES = 2 << 30
 """So much memory must be available, of the machine and within the limit of the cgroup."""
+LEAST_FREE_BYTES = 1 << 30
+"""With less, fork servers are ended: less than what starts them, so that none is started and ended in turns."""
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -75,8 +77,9 @@ class ForkOrder:
 class Warm:
     """All fork servers of a keeper. Methods return at once; `keeper.become` is set in a new fork server."""
 
-    def __init__(self, keeper: Any, become: Callable[..., Any]) -> None:
+    def __init__(self, keeper: Any, become: Callable[..., Any], available: Callable[[], float] | None = None) -> None:
         self.keeper = keeper
+        self.available = available or available_bytes
         self.make = become
         self.servers: list[ServerProcess] = []
         self.orders: list[ForkOrder] = []
@@ -134,7 +137,7 @@ class Warm:
     def started(self, message: dict[str, Any], argv: list[str], local_rank: int) -> None:
         """A rank was forked, from here or from a fork server."""
         self.seen[local_rank] = message, argv
-        if not self.off and self.failures < MOST_FAILURES:
+        if not self.off and (self.failures < MOST_FAILURES or self.servers):
             self.next_look = time.monotonic() + max(SETTLED_S, LOOK_EVERY_S)
 
     def new_attempt(self) -> None:
@@ -149,19 +152,23 @@ class Warm:
                 self._send(server, {"op": "check"}, [])
 
     def _look(self) -> None:
-        """Start what is missing, one fork server at a time."""
+        """Start what is missing, one fork server at a time. End all when memory is short."""
+        if self.servers and self.available() < LEAST_FREE_BYTES:
+            for server in list(self.servers):
+                self.end(server, f"less than {LEAST_FREE_BYTES >> 20} MiB of memory are available")
+            return
         if self.orders or any(not server.ready for server in self.servers) or not self.seen:
             return
         self._read_record()
         if self.record is None or self.failures >= MOST_FAILURES:
-            self.next_look = float("inf") if self.failures >= MOST_FAILURES else self.next_look
+            self.next_look = float("inf") if self.failures >= MOST_FAILURES and not self.servers else self.next_look
             return
         for message, argv in self.seen.values():
             environ, cwd = message["env"], message.get("cwd")
             current = [server for server in self.servers if server.number == self.records]
             if any(not server.why_not(environ, argv, cwd) for server in current):
                 continue
-            if len(current) < MOST_SERVERS and has_memory():
+            if len(current) < MOST_SERVERS and self.available() >= FREE_BYTES:
                 self._start(message, argv)
             return
 
@@ -339,14 +346,14 @@ def script(argv: list[str]) -> list[str]:
     return argv[:2] if argv[:1] == ["-m"] else argv[:1]
 
 
-def has_memory() -> bool:
-    """Whether `FREE_BYTES` are available. A cgroup counts page cache as used, which it would give back."""
+def available_bytes() -> float:
+    """Of the machine, and within the limits of our cgroups, which count page cache as used."""
     try:
         with open("/proc/meminfo") as file:
             available = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
-        return min(available, cgroup_left()) >= FREE_BYTES
+        return min(available, cgroup_left())
     except (OSError, ValueError, StopIteration):
-        return False
+        return 0.0
 
 
 LIMITS = {

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sysconfig
+import types
 import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from supervisor.training import warm
 from tests.conftest import until
 from tests.tables import table
 from tests.training.conftest import Keeper, user_environment
@@ -163,7 +166,7 @@ import atexit, ctypes, gc, json, signal, threading, __main__
 death = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(death))
 streams = (sys.stdin, sys.stdout, sys.stderr)
-status = [line.split() for line in open("/proc/self/status") if line.startswith("Sig") or line.startswith("Threads")]
+status = [line.split() for line in open("/proc/self/status") if line[:4] in ("SigP", "SigB", "SigI", "SigC", "Thre")]
 seen = {
     "death": death.value, "status": status, "argv": sys.argv, "path": sys.path, "main": sorted(vars(__main__)),
     "meta": [str(x)[:60] for x in sys.meta_path], "threads": threading.active_count(),
@@ -173,6 +176,7 @@ seen = {
     "files": sorted(os.listdir("/proc/self/fd")), "leads": (os.getpid() == os.getsid(0) == os.getpgrp()),
     "cwd": os.getcwd(), "umask": os.umask(0o22), "orig": getattr(sys, "orig_argv", [])[1:],
     "environ": sorted(set(os.environ) - {"UNBROKEN_HEARTBEAT_FD"}), "class": str(type(os.environ)),
+    "oom": open("/proc/self/oom_score_adj").read(),
     "cmdline": open("/proc/self/cmdline").read(), "signals": [str(signal.getsignal(x)) for x in signal.valid_signals()],
 }
 print(json.dumps(seen, sort_keys=True).replace(" ", ""), end=" ")
@@ -233,6 +237,42 @@ def test_a_fork_server_that_hangs_is_not_waited_for(site: Site) -> None:
     site.start()
     site.wait_ready()
     pid = int(site.log.rsplit(" modules in ", 1)[0].rsplit("fork server ", 1)[1].split(":")[0])
+    assert Path(f"/proc/{pid}/oom_score_adj").read_text() == "1000\n"
     os.kill(pid, signal.SIGSTOP)
     assert site.start()[0][0] == "cold"
     until(lambda: not Path(f"/proc/{pid}").exists(), 60, "it is gone")
+
+
+def test_fork_servers_end_when_memory_is_short() -> None:
+    ours, theirs = socket.socketpair()
+    lines: list[str] = []
+    free = [warm.FREE_BYTES]
+    keeper = types.SimpleNamespace(selector=selectors.DefaultSelector(), log=lines.append)
+    servers = warm.Warm(keeper, lambda: None, lambda: free[0])
+    with theirs, subprocess.Popen(["sleep", "1000"]) as process:
+        become = types.SimpleNamespace(environ={}, argv=["train.py"], cwd=None)
+        server = warm.ServerProcess(process.pid, ours, become, 0)
+        servers.servers.append(server)
+        keeper.selector.register(server, selectors.EVENT_READ)
+        servers._look()
+        assert servers.servers == [server]
+        free[0] = warm.LEAST_FREE_BYTES - 1
+        servers._look()
+        assert process.wait(60) == -signal.SIGKILL
+    assert not servers.servers
+
+
+def test_nothing_but_torch_is_imported_beforehand_when_the_user_says_so(tmp_path: Path, site: Site) -> None:
+    without = Site(tmp_path, UNBROKEN_WARM="torch")
+    try:
+        without.make("pk_torch", shown="'torch' in sys.modules")
+        cold = [["cold", "True", str(without.keeper.process.pid), "True"]]
+        assert without.start() == cold
+        until((without.keeper.attempt_dir(1) / "rank0.imports").exists, 60, "its imports are recorded")
+        site.make("pk_meanwhile")
+        site.start()
+        site.wait_ready()
+        assert without.start() == cold
+        assert "fork server" not in without.log
+    finally:
+        without.close()
