@@ -25,6 +25,7 @@ from recovery.checkpoint import ROLLED_BACK, Preparation, PutBack, SetAside
 from recovery.cordon import DrainRequest, clean_reason, may_be_asked, request_file
 from recovery.quarantine import PreparationError, prepare
 from recovery.snapshot_memory import CHOSEN_VARIABLE, FILES_VARIABLE
+from recovery.tiers import BringBack
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.mover import MoverRunner
@@ -312,7 +313,8 @@ class ActionRunner:
         if self._mover.is_wanted:
             await self._mover.rest(attempt - 1)
             if assignment.tiers is not None and assignment.tiers.bring is not None:
-                await self._mover.bring(assignment.tiers.bring)
+                if not await self._bring(assignment.tiers.bring):
+                    return  # the ranks of this node would start from another step than the others
                 await self._checkpoints.scan_now()
         bounds = self._checkpoints.bounds()
         work = asyncio.create_task(asyncio.to_thread(prepare, assignment.prepare, bounds))
@@ -336,6 +338,16 @@ class ActionRunner:
             await self._checkpoints.scan_now()
         self._state.prepare_error = ""
         self._state.saved.prepared = attempt
+
+    async def _bring(self, wanted: BringBack) -> bool:
+        """False: it is not here. The controller is told, chooses again, or asks again for the same."""
+        reported_before = self._mover.has_reported(wanted)
+        problem = await self._mover.bring(wanted)
+        if problem and (reported_before or not self._mover.has_reported(wanted)):
+            self._state.prepare_error = problem
+        if problem:
+            await asyncio.sleep(1.0)
+        return not problem
 
     async def _join(self, assignment: Assignment, rank: int) -> None:
         formed, resume, attempt = assignment.round, assignment.resume, assignment.attempt
@@ -368,6 +380,7 @@ class ActionRunner:
         self._state.saved.joined, self._state.joined_at = attempt, time.monotonic()
         self._state.saved.joined_wall = self._state.joined_wall = time.time()
         self._state.saved_file.write()
+        self._mover.attempt_starts()
         self._launcher.answer(
             "join",
             attempt=attempt,

@@ -189,7 +189,7 @@ class HeartbeatBuilder:
         if tiers == self._sent_tiers or self._mover.status is None:
             return None
         self._sent_tiers = tiers
-        return self._mover.status.tiers
+        return self._mover.tiers
 
     def _keeper_gone_s(self) -> float:
         if self._state.keeper is not None:

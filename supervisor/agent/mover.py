@@ -10,13 +10,13 @@ import logging
 import os
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from recovery.tiers import BringBack
+from recovery.tiers import BringBack, NodeTiers, NotBrought, SaveKey
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.state import AgentState
 from supervisor.config import NodePlan
@@ -29,11 +29,20 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 REST_S: Final = 20.0
 """So long the look after the end of all ranks is waited for."""
 BRING_S: Final = 1700.0
-BRING_NOTICE_S: Final = 20.0
+"""To bring back a save never takes longer."""
+BRING_SLACK_S: Final = 60.0
+"""So long no mover may be there, and so much longer than its rate tells it may take."""
+BRING_RATE: Final = 100 << 20
+"""Bytes a second, where none has come yet: what is copied from this node's own mirrors is not counted."""
+BRING_NOTICE_S: Final = 30.0
+BRING_AGAIN_S: Final = (2.0, 8.0)
+"""A save that cannot be got is asked for again after so long each: another node may have restarted its mover."""
 DRAIN_S: Final = 1800.0
 """At the end of a run that succeeded: so long for its last checkpoints to be published."""
 DRAIN_STOPPED_S: Final = 20.0
 """Of a run that was stopped, or that cannot publish: somebody waits."""
+
+WHY_LIMIT: Final = 300
 
 log = logging.getLogger("unbroken.agent")
 
@@ -41,7 +50,14 @@ log = logging.getLogger("unbroken.agent")
 class MoverRunner:
     """`run` for ever; `follow` with each look; `rest` and `bring` before an attempt."""
 
-    def __init__(self, state: AgentState, checkpoints: CheckpointMonitor) -> None:
+    def __init__(
+        self,
+        state: AgentState,
+        checkpoints: CheckpointMonitor,
+        *,
+        slack_s: float = BRING_SLACK_S,
+        again_s: Sequence[float] = BRING_AGAIN_S,
+    ) -> None:
         plan = state.plan
         self._state = state
         self._checkpoints = checkpoints
@@ -56,10 +72,25 @@ class MoverRunner:
         self.changes = 0
         """Grows with every change of what is reported of it."""
         self.problem = ""
+        self._slack_s, self._again_s = slack_s, again_s
+        self._lives = False
+        """The process that runs now has spoken."""
+        self._not_brought: dict[SaveKey, NotBrought] = {}
+        """For the attempt that is being formed; each was tried several times."""
 
     @property
     def is_wanted(self) -> bool:
         return self._setup is not None
+
+    @property
+    def tiers(self) -> NodeTiers | None:
+        """What the controller is told; None: nothing is known yet.
+
+        A failure is told once it is final for an attempt, also by a mover that was started again since.
+        """
+        if self.status is None:
+            return None
+        return msgspec.structs.replace(self.status.tiers, failed=tuple(self._not_brought.values()))
 
     # ----- the process -----
 
@@ -72,7 +103,7 @@ class MoverRunner:
                 await self._run_once(self._setup)
             except OSError as error:
                 log.warning("the mover cannot be started: %s", error)
-            self._process, self._told = None, None
+            self._process, self._told, self._lives = None, None, False
             if time.monotonic() - began > LONGEST_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             self.problem = "checkpoints are not copied: the process for it has ended, and is started again"
@@ -104,7 +135,7 @@ class MoverRunner:
 
     def _receive(self, status: MoverStatus) -> None:
         before, self.status = self.status, status
-        self.problem = ""
+        self.problem, self._lives = "", True
         if before is None or before.tiers != status.tiers:
             self.changes += 1
             self._state.wakeup.set()
@@ -148,7 +179,7 @@ class MoverRunner:
             return
         self._rest(attempt)
         wanted = self._orders.rest
-        if not await self._until(lambda status: status.tiers.rested >= wanted, REST_S):
+        if not await self._until(lambda status: status.tiers.rested >= wanted, min(REST_S, self._slack_s)):
             self._state.notices.report(
                 f"{self._state.plan.node}: what lies in {self._setup.checkpoint_dir} is not known after "
                 f"{REST_S:.0f} s: is the file system answering?"
@@ -159,23 +190,87 @@ class MoverRunner:
             self._orders = msgspec.structs.replace(self._orders, rest=attempt)
         self.follow()
 
-    async def bring(self, wanted: BringBack) -> None:
-        """Have the checkpoint that the attempt resumes from on this node's disk. What fails is in the next report."""
+    async def bring(self, wanted: BringBack) -> str:
+        """Have the checkpoint that the attempt resumes from on this node's disk; empty: it is there, else why not.
+
+        What the mover cannot get is in the next report: the controller chooses again. Ranks must not start meanwhile.
+        """
         if self._setup is None:
-            return
+            return ""
+        key = wanted.save.key
+        problem = ""
+        for pause_s in (0.0, *self._again_s):
+            await asyncio.sleep(pause_s)
+            problem, final = await self._bring_once(self._renewed(wanted))
+            if not problem:
+                self._forget_failure(key)
+                return ""
+            if final:
+                break
+        else:
+            self._not_brought[key] = NotBrought(
+                name=key.name, attempt=key.attempt, stamp=key.stamp, why=problem[:WHY_LIMIT]
+            )
+            self.changes += 1
+        self._state.notices.show(f"{key.name} could not be brought back to this node: {problem}")
+        self._state.wakeup.set()
+        return f"{key.name} could not be brought back: {problem}"
+
+    def has_reported(self, wanted: BringBack) -> bool:
+        """The controller knows that this node cannot get it."""
+        return wanted.save.key in self._not_brought
+
+    def attempt_starts(self) -> None:
+        """Before the next attempt each save may be tried again."""
+        for key in list(self._not_brought):
+            self._forget_failure(key)
+
+    def _forget_failure(self, key: SaveKey) -> None:
+        if self._not_brought.pop(key, None) is not None:
+            self.changes += 1
+
+    def _renewed(self, wanted: BringBack) -> BringBack:
+        """The controller may know by now that a source answers at another port."""
+        tiers = self._state.assignment.tiers if self._state.assignment is not None else None
+        newer = tiers.bring if tiers is not None else None
+        return newer if newer is not None and newer.save.key == wanted.save.key else wanted
+
+    async def _bring_once(self, wanted: BringBack) -> tuple[str, bool]:
+        """Why it is not here, and whether it makes no sense to try again."""
         number = max(self._orders.bring_number, self.status.brought if self.status is not None else 0) + 1
         self._orders = msgspec.structs.replace(self._orders, bring=wanted, bring_number=number)
         self._tell()
-        save = wanted.save
-        done = await self._until(lambda status: status.brought >= number, BRING_NOTICE_S)
-        if not done:
-            size = f"{save.size_bytes / 2**30:.1f} GiB" if save.size_bytes else "all of it"
-            self._state.notices.show(f"bringing back {save.name} ({size}) for this node takes time")
-            done = await self._until(lambda status: status.brought >= number, BRING_S)
+        problem = await self._wait_for_all_of(wanted, number)
         self._orders = msgspec.structs.replace(self._orders, bring=None)
-        problem = self.status.bring_problem if done and self.status is not None else "it takes too long"
-        if not done or problem:
-            self._state.notices.show(f"{save.name} could not be brought back to this node: {problem}")
+        self._tell()
+        if problem:
+            return problem, True
+        return self.status.bring_problem if self.status is not None else "", False
+
+    async def _wait_for_all_of(self, wanted: BringBack, number: int) -> str:
+        """Until the mover is done with it; why it is not waited for any longer."""
+        save, began = wanted.save, time.monotonic()
+        lived_at = told_at = moved_at = began
+        before = self.status.brought_bytes if self.status is not None else 0
+        moved = 0
+        while not await self._until(lambda status: status.brought >= number, min(1.0, self._slack_s)):
+            now = time.monotonic()
+            lived_at = now if self._lives else lived_at
+            if now - lived_at >= self._slack_s:
+                return f"the process that copies checkpoints has not run for {self._slack_s:.0f} s"
+            here = max(0, (self.status.brought_bytes if self.status is not None else 0) - before)
+            if here != moved:
+                moved, moved_at = here, now
+            rate = moved / max(moved_at - began, 1.0) if moved else BRING_RATE
+            until = began + 2 * save.size_bytes / rate if save.size_bytes else moved_at
+            if now >= min(until + self._slack_s, began + BRING_S):
+                return f"it takes too long: {_size(moved)} of {_size(save.size_bytes)} after {now - began:.0f} s"
+            if now - told_at >= BRING_NOTICE_S:
+                told_at = now
+                self._state.notices.show(
+                    f"bringing back {save.name} for this node: {_size(moved)} of {_size(save.size_bytes)} so far"
+                )
+        return ""
 
     async def _until(self, holds: Callable[[MoverStatus], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -213,6 +308,10 @@ class MoverRunner:
                 f"this node's part of it is in {self._setup.checkpoint_dir}"
             )
         return True
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count else "nothing"
 
 
 def setup_of(plan: NodePlan) -> MoverSetup | None:

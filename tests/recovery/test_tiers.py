@@ -151,7 +151,7 @@ def test_the_choice_is_the_newest_that_survivors_hold_and_moves_aside_what_is_ne
     assert [step.path for step in prepare] == [f"{HERE}/step-20"]
 
 
-def test_what_no_mover_has_told_of_is_neither_offered_nor_moved() -> None:
+def test_what_no_mover_has_reported_is_neither_offered_nor_moved() -> None:
     parts = two(10)
     reports = {"a": NodeTiers(parts=parts[:1]), "b": NodeTiers(parts=parts[1:])}
     local = [Checkpoint(path=f"{HERE}/step-20", step=20, format="dcp", complete=True, modified_at=20.0)]

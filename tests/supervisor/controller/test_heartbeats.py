@@ -115,7 +115,7 @@ def ten_steps(nodes: Nodes) -> None:
         {"evidence": (NodeEvidence(node="a", attempt=1),)},
     ],
 )
-def test_the_newest_step_is_told_before_what_it_matters_to(nodes: Nodes, fields: dict[str, Any]) -> None:
+def test_the_newest_step_is_reported_before_what_it_matters_to(nodes: Nodes, fields: dict[str, Any]) -> None:
     ten_steps(nodes)
     usual = {"launcher": "running", "ranks": (sample(0, step=12, moved_age_s=0.4), sample(1))}
     told = nodes.beat(7.0, attempt=1, **{**usual, **fields})

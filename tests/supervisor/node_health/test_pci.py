@@ -260,7 +260,7 @@ def test_corrected_errors_are_judged_by_their_rate(node: Node) -> None:
     assert node.bad(after_s=60) == {}
 
 
-def test_slow_links_of_nics_are_told_before_a_job_and_idle_gpus_are_not(node: Node) -> None:
+def test_slow_links_of_nics_are_reported_before_a_job_and_idle_gpus_are_not(node: Node) -> None:
     for address in ("0000:10:00.0", "0000:14:00.0", "0000:16:00.0"):
         node.set(address, current_link_speed="8.0 GT/s PCIe\n", max_link_speed="32.0 GT/s PCIe\n")
     node.set(LOWER.format(6), max_link_speed="8.0 GT/s PCIe\n")  # the slot of the drive can do no more

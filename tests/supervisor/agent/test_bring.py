@@ -1,0 +1,142 @@
+"""A checkpoint that cannot be brought to this node: the controller is told, and no rank starts without it.
+
+With real movers; nothing answers where the checkpoint should come from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recovery.tiers import BringBack, OwnedFile, PartSource, Save, TierOrders
+from supervisor.agent.actions import ActionRunner
+from supervisor.agent.checkpoints import CheckpointMonitor
+from supervisor.agent.mover import MoverRunner
+from supervisor.agent.reconcile import Prepare
+from supervisor.agent.state import AgentState
+from supervisor.messages import Assignment, JobSpec
+
+SAVE = Save(
+    name="step-20",
+    attempt=1,
+    format="dcp",
+    step=20,
+    files=(OwnedFile(name="step-20/__0_0.distcp", size=10, owner="n2"),),
+)
+
+
+@pytest.fixture
+def state(make_state: Any, tmp_path: Path) -> AgentState:
+    for name in ("job", "ckpt", "shared"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "job" / "token").write_text("t" * 40)
+    (tmp_path / "job" / "token").chmod(0o600)
+    spec = JobSpec(name="j", checkpoint_dirs=(str(tmp_path / "ckpt"),), publish_to=str(tmp_path / "shared"))
+    made: AgentState = make_state(spec=spec)
+    return made
+
+
+@pytest.fixture
+def mute() -> Iterator[int]:
+    """The port of a peer that takes connections and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+def order(port: int) -> Assignment:
+    source = PartSource(owner="n2", node="n2", address="127.0.0.1", port=port)
+    return Assignment(
+        epoch=1,
+        version=1,
+        node="n1",
+        role="member",
+        stage="form",
+        attempt=2,
+        tiers=TierOrders(bring=BringBack(save=SAVE, sources=(source,))),
+    )
+
+
+class Node:
+    def __init__(self, state: AgentState, *, slack_s: float) -> None:
+        spec = state.plan.spec
+        seen = CheckpointMonitor(
+            spec.checkpoint_dirs, state.plan.cwd, local_dir=state.plan.local_dir, job_dir=state.plan.job_dir, node="n1"
+        )
+        self.state = state
+        self.mover = MoverRunner(state, seen, slack_s=slack_s, again_s=(0.0,))
+        nothing: Any = None
+        self._actions = ActionRunner(state, nothing, nothing, nothing, seen, self.mover)
+
+    async def prepare(self, assignment: Assignment) -> None:
+        self.state.assignment = assignment
+        await self._actions.run(Prepare(attempt=assignment.attempt), assignment)
+        while self.state.work.is_running("prepare"):
+            await asyncio.sleep(0.01)
+
+    @property
+    def failed(self) -> list[str]:
+        return [one.name for one in self.mover.tiers.failed] if self.mover.tiers is not None else []
+
+
+def with_mover(node: Node, story: Callable[[], Awaitable[None]]) -> None:
+    async def run() -> None:
+        mover = asyncio.create_task(node.mover.run())
+        try:
+            deadline = time.monotonic() + 60
+            while node.mover.status is None:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+            await story()
+        finally:
+            mover.cancel()
+            await asyncio.gather(mover, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), 90))
+
+
+def test_the_controller_chooses_again_before_the_node_is_said_to_fail(state: AgentState) -> None:
+    node = Node(state, slack_s=60)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = int(closed.getsockname()[1])
+
+    async def story() -> None:
+        await node.prepare(order(port))
+        assert node.failed == ["step-20"]
+        assert state.saved.prepared < 2, "no rank starts"
+        assert not state.prepare_error
+        await node.prepare(order(port))
+        assert "step-20 could not be brought back" in state.prepare_error
+        assert state.saved.prepared < 2
+        node.mover.attempt_starts()
+        assert node.failed == [], "the next attempt tries again"
+
+    with_mover(node, story)
+
+
+def test_without_a_mover_the_node_cannot_prepare(state: AgentState) -> None:
+    node = Node(state, slack_s=0.05)
+    asyncio.run(node.prepare(order(1)))
+    assert "has not run" in state.prepare_error
+    assert state.saved.prepared < 2
+
+
+def test_what_does_not_move_is_given_up(state: AgentState, mute: int) -> None:
+    node = Node(state, slack_s=0.5)
+
+    async def story() -> None:
+        began = time.monotonic()
+        await node.prepare(order(mute))
+        assert "too long" in state.prepare_error
+        assert time.monotonic() - began < 30
+        assert state.saved.prepared < 2
+
+    with_mover(node, story)
