@@ -114,7 +114,8 @@ class ResumeSituation(Frozen, frozen=True, kw_only=True):
     """`spike`: so many steps before the first bad one are left out as well."""
     before: float | None = None
     """Only what was written until this time can be good (Unix seconds). `corruption`: the first sign of it, less the
-    time that such a fault may go unseen."""
+    time that such a fault may go unseen. `spike`, `bad_numbers`: when the first bad step was made; it decides where the
+    name does not call its number a step."""
     path: str = ""
     """`mismatch`: the checkpoint that could not be loaded. It and newer ones are left out."""
 
@@ -152,7 +153,13 @@ _OTHERS = (OF_OTHERS, ", which every earlier step has")
 _FILES = frozenset(("torch_save", "safetensors"))
 _BESIDE = re.compile(r"(?<![a-z])(?:best|ema|opt|optim[a-z]*|sched[a-z]*|scaler|rng|lr)(?![a-z])", re.IGNORECASE)
 """Names of what is written beside a checkpoint, or for another purpose."""
+STEP_IN_NAME = re.compile(r"(?:global_?step|step|iter|iteration|batch)s?[=_\-.]?(\d{1,12})(?!\d)", re.IGNORECASE)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+def says_step(name: str) -> bool:
+    """Whether the number in the name is called a step: others may count saves, or epochs."""
+    return STEP_IN_NAME.search(name) is not None
 
 
 def choose(
@@ -266,7 +273,8 @@ def _why_too_new(found: Checkpoint, situation: ResumeSituation, candidates: Sequ
         return f"{ROLLED_BACK}it does not tell its step, and the run goes back to step {limit} at the latest"
     if limit is not None and found.step is not None and found.step > limit:
         return f"{ROLLED_BACK}it holds step {found.step}, the run goes back to step {limit} at the latest"
-    if before is not None and found.modified_at > before:
+    sure = situation.kind in ("spike", "bad_numbers") and says_step(found.path.rpartition("/")[2])
+    if before is not None and found.modified_at > before and not sure:
         return f"{ROLLED_BACK}it was written when the run may have gone wrong already"
     if situation.kind != "mismatch":
         return ""

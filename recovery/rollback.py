@@ -45,6 +45,8 @@ class LossCase(Frozen, frozen=True, kw_only=True):
     """The newest."""
     steps: tuple[int, ...]
     """Of the good checkpoints."""
+    bad_at: float | None = None
+    """When the first bad step was made: a number that counts epochs or saves is no step."""
     before: tuple[Rollback, ...] = ()
     skipped_after: tuple[int | None, int] = (None, 0)
     """Step of a checkpoint, and how many batches after it are left out already."""
@@ -72,7 +74,7 @@ def plan_for(case: LossCase) -> LossPlan:
     alarm, first = case.alarm, case.alarm.step
     if first is None:
         return LossPlan(kind="hold", why="no steps are known, so nobody knows which checkpoint is from before")
-    situation = _situation(alarm, case.steps)
+    situation = _situation(alarm, case.steps, case.bad_at)
     limit = situation.not_after_step if situation is not None else None
     if situation is None or limit is None:
         return LossPlan(kind="hold", why=f"no good checkpoint is from before step {first}")
@@ -101,13 +103,15 @@ def plan_for(case: LossCase) -> LossPlan:
     return LossPlan(kind="rollback", why=why, situation=situation, step=step)
 
 
-def _situation(alarm: LossAlarm, steps: Sequence[int]) -> ResumeSituation | None:
+def _situation(alarm: LossAlarm, steps: Sequence[int], bad_at: float | None) -> ResumeSituation | None:
     """The limit with its margin; without it where no checkpoint is so old. None: none is from before at all."""
     assert alarm.step is not None
     kind: Literal["spike", "bad_numbers"] = "bad_numbers" if alarm.kind == "nan" else "spike"
     first = max(1, alarm.step - alarm.interval + 1)
-    limits = [ResumeSituation(kind="spike", step=alarm.step, margin=margin(alarm))] if kind == "spike" else []
-    limits.append(ResumeSituation(kind=kind, step=first))
+    limits = (
+        [ResumeSituation(kind="spike", step=alarm.step, margin=margin(alarm), before=bad_at)] if kind == "spike" else []
+    )
+    limits.append(ResumeSituation(kind=kind, step=first, before=bad_at))
     for one in limits:
         if any(step <= (one.not_after_step or 0) for step in steps):
             return one

@@ -23,7 +23,7 @@ import msgspec
 
 from diagnosis.pickles import BoundedReader, InertObject, InertPickle, PickleDamaged, PickleTooLong, read_inert
 from diagnosis.signals import clean_text
-from recovery.checkpoint import TEMPORARY, Checkpoint, RankLayout
+from recovery.checkpoint import STEP_IN_NAME, TEMPORARY, Checkpoint, RankLayout
 from recovery.tiers import MIRRORS, PUBLISHING
 
 SET_ASIDE: Final = ".unbroken-set-aside"
@@ -75,7 +75,7 @@ class Report(NamedTuple):
 # ----- what a name says -----
 
 _STEP_PATTERNS: Final = (
-    re.compile(r"(?:global_?step|step|iter|iteration|batch)s?[=_\-.]?(\d{1,12})(?!\d)", re.IGNORECASE),
+    STEP_IN_NAME,
     re.compile(
         r"(?<![a-z])(?:checkpoint|ckpt|model|state|save|snapshot)[=_\-.]?(\d{1,12})(?![a-z\d]|-of-)", re.IGNORECASE
     ),
@@ -113,11 +113,6 @@ def shape(name: str) -> str:
     if not numbers or not _OF_RUNS.isdisjoint(words) or (not words and len(numbers) > 1):
         return ""  # without a word, several numbers are a date
     return _NUMBER.sub("#", name)
-
-
-def says_step(name: str) -> bool:
-    """Whether the number in the name is called a step: others may count saves, or epochs."""
-    return _STEP_PATTERNS[0].search(name) is not None
 
 
 @functools.lru_cache(maxsize=16384)

@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from recovery.checkpoint import Checkpoint, RankLayout
+from recovery.checkpoint import Checkpoint, RankLayout, says_step
 from recovery.formats.dcp import inspect_dcp, ranks_of
 from recovery.formats.files import (
     DEFAULT_LIMITS,
@@ -30,7 +30,6 @@ from recovery.formats.files import (
     is_temporary,
     made,
     names_a_save,
-    says_step,
     shape,
     step_in_name,
 )

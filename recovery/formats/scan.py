@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from diagnosis.signals import clean_text
-from recovery.checkpoint import POINTER, Checkpoint, is_beside
+from recovery.checkpoint import POINTER, Checkpoint, is_beside, says_step
 from recovery.formats import BUILT_IN, CheckpointFormat, inspect, recognize, written_formats
 from recovery.formats.files import (
     COPIES,
@@ -30,7 +30,6 @@ from recovery.formats.files import (
     final_suffix,
     is_temporary,
     names_a_save,
-    says_step,
     shape,
     step_in_name,
 )

@@ -29,6 +29,7 @@ from recovery.checkpoint import (
     SetAside,
     going_on,
     newest,
+    says_step,
 )
 from recovery.snapshot_choice import NodeSnapshot, common
 from recovery.snapshot_choice import choose as choose_snapshot
@@ -180,8 +181,9 @@ class Checkpoints:
 
     def _marked(self, checkpoint: Checkpoint) -> Checkpoint:
         at = checkpoint.modified_at
+        step = checkpoint.step if says_step(checkpoint.path.rpartition("/")[2]) else None  # not of an epoch, or a save
         if (
-            self.is_suspect(at, checkpoint.step) or (checkpoint.path, at) in self._suspects
+            self.is_suspect(at, step) or (checkpoint.path, at) in self._suspects
         ) and checkpoint.path not in self._vouched:
             return msgspec.structs.replace(checkpoint, suspect=True)
         return checkpoint

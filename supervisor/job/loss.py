@@ -17,7 +17,7 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Evidence, Finding, LossAlarm, rank_names
 from diagnosis.taxonomy import FailureClass
 from recovery import rollback
-from recovery.checkpoint import ResumeSituation
+from recovery.checkpoint import ResumeSituation, says_step
 from recovery.policy import Plan
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts
@@ -90,11 +90,16 @@ class LossGuard:
         corruption = self._corruption(attempt)
         ways = self._attempts.checkpoints.ways_back(attempt.members)
         step = attempt.step if attempt.step is not None else alarm.step or 0
-        steps = tuple(one.step for one in ways if one.step is not None)
+        bad_at = attempt.reached_at(alarm.step) if alarm.step is not None else None
+        old = (
+            one for one in ways if bad_at is None or one.modified_at <= bad_at or says_step(one.path.rpartition("/")[2])
+        )
+        steps = tuple(one.step for one in old if one.step is not None)
         case = rollback.LossCase(
             alarm=alarm,
             step=step,
             steps=steps,
+            bad_at=bad_at,
             before=tuple(self._rollbacks),
             skipped_after=self._attempts.checkpoints.skipped_after,
         )

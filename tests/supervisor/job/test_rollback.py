@@ -319,6 +319,24 @@ def test_spans_of_suspicion_are_bounded(make_driver: Any) -> None:
     assert not driver.job.checkpoints.candidates()[0].suspect
 
 
+def test_a_number_that_counts_epochs_is_no_step(make_driver: Any) -> None:
+    """Epochs 3 and 4 were written after the first bad step, whatever their numbers are."""
+    driver = make_driver(loss_guard="enforce")
+    driver.join("a")
+    driver.up(step=1)
+    driver.tell(m.Progressed, after=45000.0, attempt=1, step=44000)
+    epochs = tuple(
+        Checkpoint(
+            path=f"/c/checkpoint_{n}.pt", step=n, format="torch_save", complete=True, modified_at=1000.0 + 11000 * n
+        )
+        for n in (4, 3, 2, 1)
+    )
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=epochs)
+    alarm(driver, 30000)
+    assert (driver.number, driver.job.attempt.resume.path) == (2, "/c/checkpoint_2.pt")
+    assert [one.path for one in prepared(driver)] == ["/c/checkpoint_3.pt", "/c/checkpoint_4.pt"]
+
+
 def test_a_replay_comes_to_the_same(job: Any) -> None:
     alarm(job, 430)
     job.up(step=401)
