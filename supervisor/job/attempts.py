@@ -112,6 +112,7 @@ class Checkpoints:
         self._core = core
         self._choose = choose
         self.tiers = tiers
+        tiers.is_bad = self._is_bad
         self._reports: dict[str, tuple[Checkpoint, ...]] = {}
         """By the node that saw them, the newest report last."""
         self.folders: tuple[str, ...] = ()
@@ -187,6 +188,11 @@ class Checkpoints:
         ) and checkpoint.path not in self._vouched:
             return msgspec.structs.replace(checkpoint, suspect=True)
         return checkpoint
+
+    def _is_bad(self, path: str) -> bool:
+        """Whether a node has found its part of it changed, or it is suspect."""
+        same = (one for seen in self._reports.values() for one in seen if one.path == path)
+        return any(one.changed or self._marked(one).suspect for one in same)
 
     def is_suspect(self, at: float, step: int | None) -> bool:
         """Whether what was written at this time, of this step, was written while something was wrong."""
@@ -309,11 +315,13 @@ class Checkpoints:
         """These stay where they are if they may not be moved, and some node may report them although they were."""
         new = ((one.path, one.modified_at) for one in candidates if one.path in paths)
         self._suspects.extend(one for one in new if one not in self._suspects)
+        self.tiers.take_out_of_use(paths)
 
     def undo_rollback(self) -> None:
         """What the last rollback moved aside is put back before the next attempt, and counts as before."""
         self._put_back = tuple(PutBack(path=path) for path in self._moved)
         self._vouched.extend(self._moved)
+        self.tiers.use_again(self._moved)
         self._situation, self._moved, self._skip, self._skip_until = CRASH, {}, ("", None, 0), None
 
     @property

@@ -6,7 +6,9 @@ Nothing here happens unless the user gave a folder to publish to (`JobSpec.publi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
+
+import msgspec
 
 from recovery.checkpoint import Checkpoint
 from recovery.tiers import (
@@ -61,6 +63,10 @@ class Tiers:
         self._told: dict[str, tuple[SaveKey, ...]] = {}
         """Node -> the saves that it was told to commit."""
         self._drained = False
+        self._out_of_use: dict[SaveKey, None] = {}
+        """What a rollback took out of use: also the copies that lie on other nodes, and in the shared folder."""
+        self.is_bad: Callable[[str], bool] | None = None
+        """Whether the checkpoint of that path is suspect, or its bytes have changed."""
         self._present: frozenset[str] = frozenset()
 
     # ----- queries -----
@@ -107,7 +113,32 @@ class Tiers:
             for one in candidates:
                 first.setdefault(one.path, one)
             return list(first.values())
-        return judged(candidates, self.saves(), self.folder)
+        return [self._marked(one) for one in judged(candidates, self.saves(), self.folder)]
+
+    def _marked(self, found: Checkpoint) -> Checkpoint:
+        same = [one for one in self.saves() if self._out_of_use and f"{self.folder}/{one.save.name}" == found.path]
+        newest = max(same, key=lambda one: (one.usable, one.save.attempt, one.save.stamp), default=None)
+        if newest is None or newest.save.key not in self._out_of_use:
+            return found
+        return msgspec.structs.replace(found, suspect=True)
+
+    def take_out_of_use(self, paths: Container[str]) -> None:
+        """What is known now under these paths. What a later attempt writes there is another save."""
+        if not self.are_on:
+            return
+        for one in self.saves():
+            if f"{self.folder}/{one.save.name}" in paths:
+                self._out_of_use[one.save.key] = None
+        while len(self._out_of_use) > SEEN_KEPT:
+            del self._out_of_use[next(iter(self._out_of_use))]
+
+    def use_again(self, paths: Container[str]) -> None:
+        for key in [key for key in self._out_of_use if f"{self.folder}/{key.name}" in paths]:
+            del self._out_of_use[key]
+
+    def _may_be_published(self, one: JoinedSave) -> bool:
+        bad = self.is_bad is not None and self.is_bad(f"{self.folder}/{one.save.name}")
+        return one.save.key not in self._out_of_use and not bad
 
     def not_brought(self) -> dict[str, str]:
         """Paths of saves that a node could not get, and why."""
@@ -175,7 +206,8 @@ class Tiers:
         of them are gone."""
         found: dict[str, tuple[Save, ...]] = {}
         for one in self.saves():
-            if one.whole and one.staged and not one.rewritten and "published" not in one.tiers:
+            waits = one.whole and one.staged and not one.rewritten and "published" not in one.tiers
+            if waits and self._may_be_published(one):
                 there = [name for name in one.save.owners if self._is_there(name)]
                 node = there[0] if there else next((node.name for node in self._nodes if self._is_there(node.name)), "")
                 found[node] = (*found.get(node, ()), one.save)
@@ -189,7 +221,8 @@ class Tiers:
             self._is_there(n) and not self._rested(n, last) for n in self._members.get(last, ())
         ):
             return False
-        newest = next((one for one in self.saves() if one.usable), None)
+        usable = (one for one in self.saves() if one.usable)
+        newest = next((one for one in usable if "published" in one.tiers or self._may_be_published(one)), None)
         waits = any(one.open and not one.rewritten for one in self.saves())
         return not waits and (newest is None or "published" in newest.tiers)
 

@@ -290,3 +290,79 @@ def test_without_a_folder_to_publish_to_nothing_is_asked_for(make_driver: Any) -
     assert driver.told["a"].tiers is None
     assert "tiers" not in driver.job.timers
     assert driver.job.view().checkpoints == ()
+
+
+# ----- what a rollback, or a look into the content, took out of use -----
+
+
+def checkpoint(step: int, **more: Any) -> Checkpoint:
+    """As one node sees its part."""
+    return Checkpoint(
+        **{"path": f"{HERE}/step-{step}", "step": step, "format": "dcp", "complete": False, "modified_at": 1.0, **more}
+    )
+
+
+def published(*steps: int) -> tuple[PublishedSave, ...]:
+    return tuple(PublishedSave(name=f"step-{step}", attempt=1, format="dcp", step=step) for step in steps)
+
+
+def roll_back(cluster: Cluster, step: int) -> None:
+    """Everything is mirrored and published; the nodes move their own parts aside, and the next attempt runs."""
+    cluster.tell("a", published=published(10, 20))
+    cluster.work_out()
+    cluster.driver.order("rollback", str(step))
+    cluster.rest("a", "b", "c")
+    assert cluster.of("a").resume.step == step
+    for node in "ab":
+        cluster.tell(node, parts=(part(node, step),))
+    cluster.work_out()
+    cluster.driver.up()
+
+
+def test_what_a_rollback_moved_aside_is_not_brought_back_later(cluster: Cluster) -> None:
+    cluster.save(10, 20)
+    roll_back(cluster, 10)
+    cluster.driver.crash("a", 1)
+    cluster.rest("a", "b", "c")
+    assert cluster.of("a").resume.step == 10
+    assert cluster.of("a").tiers.bring.save.name == "step-10"
+    for node in "abc":
+        cluster.tell(node, mirrors=())
+    cluster.work_out()
+    assert cluster.of("a").resume.step == 10, "only the published one is left of it"
+
+
+def test_every_node_gets_back_what_a_rollback_moved(cluster: Cluster) -> None:
+    cluster.save(10, 20)
+    roll_back(cluster, 10)
+    cluster.driver.order("rollback", "--undo")
+    cluster.rest("a", "b", "c")
+    for node in "ab":
+        order = cluster.of(node)
+        assert order.prepare == (PutBack(path=f"{HERE}/step-20"),)
+        assert (order.resume.step, order.tiers.bring.save.name) == (20, "step-20")
+
+
+def test_what_is_out_of_use_is_not_published(cluster: Cluster) -> None:
+    cluster.save(10, 20)
+    cluster.tell("a", published=published(10))
+    cluster.work_out()
+    cluster.driver.order("rollback", "10")
+    for node in "ab":
+        cluster.tell(node, staged=(("step-20", 1, 0),))
+    cluster.work_out()
+    assert not any(cluster.of(node).tiers.commit for node in "abc")
+    assert cluster.of("a").tiers.drained, "nobody waits for it"
+
+
+@pytest.mark.parametrize("bad", [{"changed": True}, {"complete": True, "suspect": True}])
+def test_what_a_node_has_found_bad_is_not_published(cluster: Cluster, bad: dict[str, bool]) -> None:
+    cluster.save(10, 20)
+    cluster.driver.tell(m.CheckpointsSeen, node="b", checkpoints=(checkpoint(20, **bad),), folders=(HERE,))
+    for node in "ab":
+        cluster.tell(node, staged=(("step-20", 1, 0), ("step-10", 1, 0)))
+    cluster.work_out()
+    assert [save.name for node in "ab" for save in cluster.of(node).tiers.commit] == ["step-10"]
+    cluster.driver.crash("a", 1)
+    cluster.rest("a", "b")
+    assert cluster.of("a").resume.step == 10
