@@ -53,8 +53,9 @@ RECORDS_EVERY_S: Final = 30.0
 MARK_EVERY_S, MARK_OLD_S = 20.0, 70.0
 """Of the mark by which nodes see that they share a checkpoint folder."""
 FAILED_KEPT: Final = 16
-BRING_AGAIN_S, BRING_PAUSE_S = 60.0, 2.0
-"""So long a source that does not give what it has is asked again: its mover may just be starting."""
+BRING_AGAIN_S, BRING_PAUSE_S = 15.0, 2.0
+"""So long a source that does not give what it has is asked again: its mover may just be starting. The agent orders a
+save three times, with renewed sources: about a minute in all. Longer, and it takes us for stuck."""
 GONE_S: Final = 120.0
 """So long after the script has removed a save, what was staged of it is removed: nobody commits it any more."""
 LEFT_S: Final = 3600.0
