@@ -49,6 +49,8 @@ def resume_from() -> Optional[str]:  # noqa: UP045 (Python 3.9)
 def skip() -> int:
     """How many batches after the checkpoint of this attempt are to be left out: the loss went wrong in them.
 
+    These are steps; times your accumulation, if you count micro-batches.
+
     Add it to what the script saves of its place in the data: an attempt from a later checkpoint is not told again.
     """
     value = os.environ.get("UNBROKEN_SKIP_BATCHES", "")

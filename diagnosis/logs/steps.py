@@ -58,7 +58,7 @@ _DIGITS: Final = re.compile(rb"[-+]?\d[\d.,:]*(?:e[-+]?\d+)?|nan|inf(?:inity)?")
 _LETTERS: Final = re.compile(rb"[^a-z]+")
 _NORM: Final = re.compile(rb"(?<![a-z0-9])(?:global[ _]|total[ _])?grad(?:ient)?s?[ _]?norm" + _VALUE)
 _NAN_ITERATIONS: Final = re.compile(rb"number of nan iterations:\s{1,4}(\d{1,9})\b")
-_OF_NO_TRAINING: Final = (b"val", b"eval", b"test", b"best", b"min", b"prev")
+_OF_NO_TRAINING: Final = (b"val", b"eval", b"test", b"best", b"lowest", b"min", b"prev", b"last ")
 _NOT_TRAINING: Final = frozenset(
     b"skipped nan max total num eval evaluation save saving saved logging log warmup accumulation accum per every val "
     b"validation test sampling sample decode denoising inference micro checkpointing remaining generation solver inner "
@@ -358,6 +358,9 @@ class StepReader:
         """
         self.bad_since: int | None = None
         """The step of the first of them."""
+        self._nan_reports = 0
+        """So many of the newest values of the watched loss in a row were none: no parts of it, and no norms."""
+        self._nan_since: int | None = None
         self._odd_reports = self._doubt = 0
         """Lines in a row with a number that is none, whatever is made of it, and how much they mean."""
 
@@ -378,8 +381,8 @@ class StepReader:
     @property
     def loss_alarm(self) -> LossAlarm | None:
         """The loss has gone wrong and does not come back by itself."""
-        if self.bad_reports >= LASTING:
-            return LossAlarm(kind="nan", step=self.bad_since, interval=self._interval)
+        if self._nan_reports >= LASTING:
+            return LossAlarm(kind="nan", step=self._nan_since, interval=self._interval)
         return self.curves.alarm
 
     @property
@@ -549,7 +552,13 @@ class StepReader:
         norm = float(newest[slice(*found.norm)]) if found.norm is not None else None
         nans = int(newest[slice(*found.nans)]) if found.nans is not None else 0
         loss = next((value for value in told if not math.isfinite(value)), told[-1] if told else None)
+        watched = float(newest[slice(*found.watched[:2])]) if found.watched is not None else None
+        if watched is not None and math.isfinite(watched) and loss is not None and not math.isfinite(loss):
+            loss = watched  # what is none is a part that it does not count, or the lowest so far
         self._note_numbers(loss, norm, nans, len(lines))
+        if watched is not None or nans > 0:
+            zero = watched == 0 and norm is not None and math.isnan(norm)  # HF Trainer prints a loss of NaN so
+            self._note_watched(nans > 0 or zero or (watched is not None and not math.isfinite(watched)), len(lines))
         if found.watched is not None:
             first, end, words = found.watched
             increment = self._best.increment if self._best is not None else 0
@@ -557,6 +566,20 @@ class StepReader:
                 step = None if self.step is None else self.step + index * increment
                 rate = float(line[slice(*found.rate)]) if found.rate is not None else None
                 self.curves.feed(words, step, float(line[first:end]), rate)
+
+    def _note_watched(self, bad: bool, times: int) -> None:
+        """What `times` lines say of the loss itself. Mixed precision skips steps with norms of NaN: that is honest."""
+        if not bad:
+            self._nan_reports, self._nan_since = 0, None
+            return
+        if not self._nan_reports:
+            self._nan_since = self._step_before(times)
+        self._nan_reports += times
+
+    def _step_before(self, times: int) -> int | None:
+        """The step of the first of the newest `times` lines."""
+        before = (times - 1) * (self._best.increment if self._best is not None else 0)
+        return None if self.step is None else max(0, self.step - before)
 
     def _note_numbers(self, loss: float | None, norm: float | None, nans: int, times: int = 1) -> None:
         """What `times` lines say of the training's numbers. `nans`: iterations whose loss was none."""
@@ -572,8 +595,7 @@ class StepReader:
                 self.bad_since = None
             return
         if not self._doubt:
-            before = (times - 1) * (self._best.increment if self._best is not None else 0)
-            self.bad_since = None if self.step is None else max(0, self.step - before)
+            self.bad_since = self._step_before(times)
         self._doubt += weight * times
         self._odd_reports += times
         self.bad_reports = self._odd_reports if self._doubt >= BAD_NORMS else 0

@@ -163,3 +163,20 @@ def test_the_step_from_which_on_is_kept() -> None:
     assert read(
         GOOD["nanogpt"], "".join(f"iter {step}: loss nan, time 1.00ms\n" for step in range(4, 30))
     ).bad_since in (4, 29)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step {step} loss: 1.2{step} itc_loss: nan",
+        '{{"step": {step}, "loss": 1.2, "aux_loss": NaN}}',
+        "step {step} | loss: 1.2 | lowest loss: inf",
+        "step {step} | loss: 1.2 | last loss: inf",
+        "step {step} loss: 1.2 grad_norm: nan",
+    ],
+)
+def test_what_is_no_number_beside_the_loss_is_no_alarm(line: str) -> None:
+    reader = read(*(line.format(step=step) + "\n" for step in range(1, 60)))
+    assert reader.loss_alarm is None
+    assert reader.bad_loss == ("grad_norm" in line), "told, as ever"
+    assert read(*(line.format(step=step).replace("1.2", "nan ") + "\n" for step in range(1, 60))).loss_alarm
