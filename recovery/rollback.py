@@ -108,10 +108,9 @@ def _situation(alarm: LossAlarm, steps: Sequence[int], bad_at: float | None) -> 
     assert alarm.step is not None
     kind: Literal["spike", "bad_numbers"] = "bad_numbers" if alarm.kind == "nan" else "spike"
     first = max(1, alarm.step - alarm.interval + 1)
-    limits = (
-        [ResumeSituation(kind="spike", step=alarm.step, margin=margin(alarm), before=bad_at)] if kind == "spike" else []
-    )
-    limits.append(ResumeSituation(kind=kind, step=first, before=bad_at))
+    limits = [ResumeSituation(kind=kind, step=first, before=bad_at)]
+    if kind == "spike":
+        limits.insert(0, ResumeSituation(kind=kind, step=alarm.step, margin=margin(alarm), before=bad_at))
     for one in limits:
         if any(step <= (one.not_after_step or 0) for step in steps):
             return one

@@ -27,6 +27,8 @@ from supervisor.job.incidents import Incidents
 ROLLBACKS_KEPT: Final = 16
 CORRUPTION_UNSEEN_S: Final = 1800.0
 """Silent corruption may have gone unseen for so long: checkpoints from that time are not trusted."""
+ALARMS_REPORTED: Final = 8
+"""At most so many incidents in one attempt about a loss that goes wrong and comes back again and again."""
 SURE: Final = 0.9
 _IN_WORDS: Final = {"nan": "is NaN or infinite", "spike": "has leapt", "divergence": "diverges"}
 _VERDICT: Final = {
@@ -50,6 +52,8 @@ class LossGuard:
         """An attempt that goes on in spite of its alarm: nobody has approved the plan."""
         self._told = False
         """The incident that stops nothing is the guard's."""
+        self._reported = 0
+        """Such incidents in this attempt."""
         self._overruled = False
         """An operator has undone a rollback: until an operator orders one, the guard only tells."""
         self._planned: rollback.Rollback | None = None
@@ -91,10 +95,9 @@ class LossGuard:
         ways = self._attempts.checkpoints.ways_back(attempt.members)
         step = attempt.step if attempt.step is not None else alarm.step or 0
         bad_at = attempt.reached_at(alarm.step) if alarm.step is not None else None
-        old = (
-            one for one in ways if bad_at is None or one.modified_at <= bad_at or says_step(one.path.rpartition("/")[2])
-        )
-        steps = tuple(one.step for one in old if one.step is not None)
+        if bad_at is not None:  # the number in a name may count epochs, or saves
+            ways = [one for one in ways if one.modified_at <= bad_at or says_step(one.path.rpartition("/")[2])]
+        steps = tuple(one.step for one in ways if one.step is not None)
         case = rollback.LossCase(
             alarm=alarm,
             step=step,
@@ -152,7 +155,9 @@ class LossGuard:
             return
         want = OpenIncident("signal", found.evidence.text, at)
         why = f"No restart (loss.guard). {why}"
-        self._told = True
+        if self._reported >= ALARMS_REPORTED:
+            return
+        self._told, self._reported = True, self._reported + 1
         yield from self._incidents.open_with_plan(want, why, "degraded")
 
     def _finding(self, event: m.LossSeen, alarm: LossAlarm) -> Finding:
@@ -245,4 +250,5 @@ class LossGuard:
         """The next one is formed."""
         if self._planned is not None and self._attempts.checkpoints.rolls_back:
             self._rollbacks.append(self._planned)
-        self._suspects, self._planned, self._let_go_on, self._told = "", None, 0, False
+        self._suspects, self._planned, self._let_go_on = "", None, 0
+        self._told, self._reported = False, 0

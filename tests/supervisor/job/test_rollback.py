@@ -12,6 +12,7 @@ from recovery.checkpoint import Checkpoint, PutBack, SetAside
 from supervisor import messages as m
 from supervisor.job.attempts import SPANS_KEPT
 from supervisor.job.job import Job
+from supervisor.job.loss import ALARMS_REPORTED
 from supervisor.messages import Note
 
 
@@ -307,6 +308,14 @@ def test_undo_puts_back_suspects_that_a_restart_moved(make_driver: Any) -> None:
     driver.up(step=401)
     driver.order("rollback", "--undo")
     assert prepared(driver) == [PutBack(path="/c/step-500")]
+
+
+def test_a_loss_that_flaps_does_not_flood(make_driver: Any) -> None:
+    driver = start(make_driver)
+    for step in range(450, 500):
+        alarm(driver, step)
+        well(driver)
+    assert driver.job.incidents.log.total == ALARMS_REPORTED
 
 
 def test_spans_of_suspicion_are_bounded(make_driver: Any) -> None:
