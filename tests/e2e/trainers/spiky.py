@@ -60,7 +60,7 @@ def main() -> None:
             state["damaged"] = 1.0
         loss = (2 + 6 * math.exp(-step / 20)) * math.exp(random.Random(step).gauss(0, 0.02))
         if state["damaged"]:
-            loss = math.nan if options.nan else 4 * loss
+            loss = math.nan if options.nan else 8 * loss
         time.sleep(options.step_s)
         if options.told:
             worker.heartbeat(step, loss=loss)

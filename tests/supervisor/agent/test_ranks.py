@@ -102,7 +102,7 @@ def test_a_spike_in_the_output_and_in_the_attempt_after_it(
     probe.look()
     assert probe.sample().watches_loss
     assert probe.sample().loss_alarm is None
-    spike = "".join(f"step {step} loss 9.{step}\n" for step in range(61, 72))
+    spike = "".join(f"step {step} loss 19.{step}\n" for step in range(61, 72))
     with open(path, "a") as file:
         file.write(spike)
     probe.look()
