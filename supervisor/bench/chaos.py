@@ -28,9 +28,16 @@ def processes_of(run: WatchedRun, role: str) -> list[psutil.Process]:
     module = ROLES[role]
     try:
         family = psutil.Process(run.process.pid).children(recursive=True)
-        return [process for process in family if module in " ".join(process.cmdline())]
     except psutil.NoSuchProcess:
         return []
+    return [process for process in family if module in _command(process)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # a zombie as well
+        return ""
 
 
 class RandomKills:

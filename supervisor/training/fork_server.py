@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import posix
 import random
+import select
 import signal
 import socket
 import sys
@@ -42,6 +43,8 @@ MOST_NAMES = 20_000
 """Of a user's folder."""
 ADOPTED_S = 2.0
 GO_S = 5.0
+REAP_S = 0.05
+"""So soon a process in between, which ends at once, is looked for."""
 PR_SET_PDEATHSIG = 1
 HARMLESS_THREADS = ("jemalloc_bg_thd",)
 """pyarrow's allocator starts it when it is loaded. It has handlers for forks, and does without the thread in one."""
@@ -372,6 +375,8 @@ class ForkServer:
     def run(self) -> Any:
         """Serve until the keeper hangs up (None), or in a fork: what it is to be."""
         while True:
+            while has_children() and not select.select([self.channel], [], [], REAP_S)[0]:
+                pass
             data, descriptors, _flags, _address = socket.recv_fds(self.channel, 1 << 20, 8)
             if not data:
                 return None
@@ -389,9 +394,6 @@ class ForkServer:
 
     def fork(self, message: dict[str, Any], descriptors: list[int]) -> Any:
         """Fork twice: the rank is then an orphan, which the keeper adopts. Its parent is the keeper, as of any rank."""
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:  # those in between, of earlier orders
-                pass
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -426,6 +428,15 @@ class ForkServer:
         become.interrupt, become.blocked = self.become.interrupt, self.become.blocked
         become.changed = self.changed
         return become
+
+
+def has_children() -> bool:
+    """After those are reaped that have ended: the ones in between, of earlier orders."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
 
 
 def oom_score(pid: int) -> int:

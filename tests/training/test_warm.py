@@ -5,6 +5,7 @@ The packages are made by the tests, in a site-packages that the Python of keeper
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -17,6 +18,7 @@ import venv
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from supervisor.training import warm
@@ -141,6 +143,12 @@ class Site:
             stub.wait(60)
 
 
+def is_zombie(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return False
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     made = Site(tmp_path_factory.mktemp("site"))
@@ -154,6 +162,8 @@ def test_the_next_ranks_find_the_imports_there_and_the_keeper_is_their_parent(si
     assert site.start(ranks=2) == [["cold", "True", keeper]] * 2
     site.wait_ready()
     assert site.start(ranks=2) == [["warm", "False", keeper]] * 2
+    family = psutil.Process(site.keeper.process.pid)
+    until(lambda: not [one for one in family.children(recursive=True) if is_zombie(one)], 10, "no zombie is left")
     worker = site.keeper.workers(site.attempt)[0]
     os.kill(worker["pid"], signal.SIGSEGV)
     path = site.keeper.attempt_dir(site.attempt) / f"rank{worker['rank']}.exit"
