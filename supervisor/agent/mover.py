@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -35,8 +35,8 @@ BRING_SLACK_S: Final = 60.0
 BRING_RATE: Final = 100 << 20
 """Bytes a second, where none has come yet: what is copied from this node's own mirrors is not counted."""
 BRING_NOTICE_S: Final = 30.0
-BRING_AGAIN_S: Final = (2.0, 8.0)
-"""A save that cannot be got is asked for again after so long each: another node may have restarted its mover."""
+BRING_RETRIES_S: Final = 60.0
+"""So long the mover itself asks again where a source does not answer."""
 DRAIN_S: Final = 1800.0
 """At the end of a run that succeeded: so long for its last checkpoints to be published."""
 DRAIN_STOPPED_S: Final = 20.0
@@ -56,7 +56,7 @@ class MoverRunner:
         checkpoints: CheckpointMonitor,
         *,
         slack_s: float = BRING_SLACK_S,
-        again_s: Sequence[float] = BRING_AGAIN_S,
+        retries_s: float = BRING_RETRIES_S,
     ) -> None:
         plan = state.plan
         self._state = state
@@ -72,11 +72,11 @@ class MoverRunner:
         self.changes = 0
         """Grows with every change of what is reported of it."""
         self.problem = ""
-        self._slack_s, self._again_s = slack_s, again_s
+        self._slack_s, self._retries_s = slack_s, retries_s
         self._lives = False
         """The process that runs now has spoken."""
         self._not_brought: dict[SaveKey, NotBrought] = {}
-        """For the attempt that is being formed; each was tried several times."""
+        """For the attempt that is being formed; the mover has tried for a while."""
 
     @property
     def is_wanted(self) -> bool:
@@ -198,16 +198,11 @@ class MoverRunner:
         if self._setup is None:
             return ""
         key = wanted.save.key
-        problem = ""
-        for pause_s in (0.0, *self._again_s):
-            await asyncio.sleep(pause_s)
-            problem, final = await self._bring_once(self._renewed(wanted))
-            if not problem:
-                self._forget_failure(key)
-                return ""
-            if final:
-                break
-        else:
+        problem, answered = await self._bring_once(self._renewed(wanted))
+        if not problem:
+            self._forget_failure(key)
+            return ""
+        if answered:
             self._not_brought[key] = NotBrought(
                 name=key.name, attempt=key.attempt, stamp=key.stamp, why=problem[:WHY_LIMIT]
             )
@@ -236,25 +231,31 @@ class MoverRunner:
         return newer if newer is not None and newer.save.key == wanted.save.key else wanted
 
     async def _bring_once(self, wanted: BringBack) -> tuple[str, bool]:
-        """Why it is not here, and whether it makes no sense to try again."""
+        """Why it is not here, and whether that is the mover's own answer."""
         number = max(self._orders.bring_number, self.status.brought if self.status is not None else 0) + 1
         self._orders = msgspec.structs.replace(self._orders, bring=wanted, bring_number=number)
         self._tell()
-        problem = await self._wait_for_all_of(wanted, number)
+        problem = await self._wait_for_all_of(wanted)
         self._orders = msgspec.structs.replace(self._orders, bring=None)
         self._tell()
         if problem:
-            return problem, True
-        return self.status.bring_problem if self.status is not None else "", False
+            return problem, False
+        return self.status.bring_problem if self.status is not None else "", True
 
-    async def _wait_for_all_of(self, wanted: BringBack, number: int) -> str:
+    async def _wait_for_all_of(self, wanted: BringBack) -> str:
         """Until the mover is done with it; why it is not waited for any longer."""
         save, began = wanted.save, time.monotonic()
         lived_at = told_at = moved_at = began
         before = self.status.brought_bytes if self.status is not None else 0
         moved = 0
-        while not await self._until(lambda status: status.brought >= number, min(1.0, self._slack_s)):
+        while not await self._until(
+            lambda status: status.brought >= self._orders.bring_number, min(1.0, self._slack_s)
+        ):
             now = time.monotonic()
+            if (newer := self._renewed(wanted)) != wanted:  # the mover leaves the older order
+                wanted, number = newer, self._orders.bring_number + 1
+                self._orders = msgspec.structs.replace(self._orders, bring=wanted, bring_number=number)
+                self._tell()
             lived_at = now if self._lives else lived_at
             if now - lived_at >= self._slack_s:
                 return f"the process that copies checkpoints has not run for {self._slack_s:.0f} s"
@@ -263,7 +264,7 @@ class MoverRunner:
                 moved, moved_at = here, now
             rate = moved / max(moved_at - began, 1.0) if moved else BRING_RATE
             until = began + 2 * save.size_bytes / rate if save.size_bytes else moved_at
-            if now >= min(until + self._slack_s, began + BRING_S):
+            if now >= min(until + self._slack_s + self._retries_s, began + BRING_S):
                 return f"it takes too long: {_size(moved)} of {_size(save.size_bytes)} after {now - began:.0f} s"
             if now - told_at >= BRING_NOTICE_S:
                 told_at = now

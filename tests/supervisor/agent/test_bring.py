@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from recovery.tiers import BringBack, OwnedFile, PartSource, Save, TierOrders
@@ -27,7 +28,6 @@ SAVE = Save(
     attempt=1,
     format="dcp",
     step=20,
-    files=(OwnedFile(name="step-20/__0_0.distcp", size=10, owner="n2"),),
 )
 
 
@@ -51,7 +51,8 @@ def mute() -> Iterator[int]:
         yield int(listener.getsockname()[1])
 
 
-def order(port: int) -> Assignment:
+def order(port: int, file: str = "step-20/__0_0.distcp") -> Assignment:
+    save = msgspec.structs.replace(SAVE, files=(OwnedFile(name=file, size=10, owner="n2"),))
     source = PartSource(owner="n2", node="n2", address="127.0.0.1", port=port)
     return Assignment(
         epoch=1,
@@ -60,7 +61,7 @@ def order(port: int) -> Assignment:
         role="member",
         stage="form",
         attempt=2,
-        tiers=TierOrders(bring=BringBack(save=SAVE, sources=(source,))),
+        tiers=TierOrders(bring=BringBack(save=save, sources=(source,))),
     )
 
 
@@ -71,7 +72,7 @@ class Node:
             spec.checkpoint_dirs, state.plan.cwd, local_dir=state.plan.local_dir, job_dir=state.plan.job_dir, node="n1"
         )
         self.state = state
-        self.mover = MoverRunner(state, seen, slack_s=slack_s, again_s=(0.0,))
+        self.mover = MoverRunner(state, seen, slack_s=slack_s, retries_s=0.0)
         nothing: Any = None
         self._actions = ActionRunner(state, nothing, nothing, nothing, seen, self.mover)
 
@@ -104,16 +105,13 @@ def with_mover(node: Node, story: Callable[[], Awaitable[None]]) -> None:
 
 def test_the_controller_chooses_again_before_the_node_is_said_to_fail(state: AgentState) -> None:
     node = Node(state, slack_s=60)
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = int(closed.getsockname()[1])
 
     async def story() -> None:
-        await node.prepare(order(port))
+        await node.prepare(order(1, file="../x"))
         assert node.failed == ["step-20"]
         assert state.saved.prepared < 2, "no rank starts"
         assert not state.prepare_error
-        await node.prepare(order(port))
+        await node.prepare(order(1, file="../x"))
         assert "step-20 could not be brought back" in state.prepare_error
         assert state.saved.prepared < 2
         node.mover.attempt_starts()
