@@ -43,6 +43,10 @@ ASK_PATIENCE_S = 150.0
 """How long `why --ask` waits for a model."""
 
 
+class WholeNumber(click.IntRange):
+    name = "whole number"  # as it is called in an error
+
+
 JOB_OPTIONS = (
     click.option("--job-dir", default="", help="Job folder.  [the newest under unbroken-jobs]"),
     click.option("--job", "slurm_job", default="", metavar="ID", help="The job with this id of Slurm."),
@@ -337,8 +341,8 @@ def restart(job: JobHandle, **options: Any) -> None:
 
 
 @click.command()
-@click.argument("step", metavar="[STEP]", type=click.IntRange(0), required=False)
-@click.option("--skip", type=click.IntRange(0, 1_000_000), metavar="N", help="Leave out N batches (docs/loss.md).")
+@click.argument("step", metavar="[STEP]", type=WholeNumber(0), required=False)
+@click.option("--skip", type=WholeNumber(0, 1_000_000), metavar="N", help="Leave out N batches (docs/loss.md).")
 @click.option("--undo", is_flag=True, help="Put back what the last rollback moved aside, and restart from the newest.")
 @command_options
 def rollback(job: JobHandle, step: int | None, skip: int | None, undo: bool, **options: Any) -> None:

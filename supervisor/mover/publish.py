@@ -13,6 +13,7 @@ import errno
 import hashlib
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
@@ -423,8 +424,11 @@ def why_not_published(publish_to: Path, checkpoint_dir: Path, needed: int = 0) -
         return f"{publish_to} is the same folder as --checkpoint-dir {checkpoint_dir}, or in it: name another one"
     if local.startswith(f"{target}/"):
         return f"--checkpoint-dir {checkpoint_dir} is in {publish_to}: name a folder on this node's own disk"
-    if not os.access(publish_to, os.W_OK | os.X_OK):
-        return f"{publish_to} is read-only for this user: give it write permission, or name another folder"
+    try:
+        with tempfile.TemporaryFile(dir=publish_to):
+            pass
+    except OSError as error:
+        return f"{publish_to} cannot be written: {error.strerror}. Give it write permission, or name another folder"
     try:
         need_room(publish_to, 2 * needed)
     except OSError:

@@ -468,6 +468,7 @@ def test_bad_folders_are_refused_with_a_sentence(tmp_path: Path) -> None:
     assert why_not_published(good, local) == ""
     assert "does not exist" in why_not_published(tmp_path / "none", local)
     assert "is a file" in why_not_published(tmp_path / "file", local)
+    assert "cannot be written" in why_not_published(Path("/proc"), local), "also for root"
     for inside in (local, local / "sub"):
         inside.mkdir(exist_ok=True)
         assert "the same folder" in why_not_published(inside, local)
