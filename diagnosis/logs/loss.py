@@ -98,6 +98,9 @@ class LossWatch:
         self._pending: list[float] = []
         self._pending_step: int | None = None
         self._pending_rate: float | None = None
+        self._calm_below = -math.inf
+        """A value up to it is not bad, whatever the noise. It holds for the rest of the block: more than half of the
+        values that make the level stay meanwhile."""
         self._odd = 0
         """Values of which there is no logarithm."""
         self._began_again = False
@@ -118,7 +121,9 @@ class LossWatch:
             self._take(None, value, rate)
             return
         if self._pending:
-            self._take(self._pending_step, statistics.median(self._pending), self._pending_rate)
+            pending = self._pending
+            one = pending[0] if len(pending) == 1 else statistics.median(pending)
+            self._take(self._pending_step, one, self._pending_rate)
         self._pending, self._pending_step, self._pending_rate = [value], step, rate
 
     def begin_again(self) -> None:
@@ -138,6 +143,9 @@ class LossWatch:
         x = math.log(value)
         if len(self._first) < FIRST and self._knows_start:
             self._first.append(value)
+        if x <= self._calm_below and not self._run and self.alarm is None and len(self._block) < BLOCK - 1:
+            self._accept(step, x, rate)  # next to all values: to find level and noise costs ten times as much
+            return
         usual = self._usual()
         if usual is None or self._odd * 20 > self.count:
             self._accept(step, x, rate)
@@ -151,6 +159,7 @@ class LossWatch:
         else:
             self._accept(step, x, rate)
             self._look_for_a_climb(noise)
+            self._calm_below = min(one for _, one in list(self._values)[-RECENT:]) + LEAP
 
     def _go_back(self, step: int | None) -> None:
         """Forget what came after `step`: it is made again."""
@@ -256,6 +265,7 @@ class LossWatch:
             self._accept(step, x, rate)
 
     def _end_run(self) -> None:
+        self._calm_below = -math.inf
         self._run.clear()
         self._bad = self._good = 0
 

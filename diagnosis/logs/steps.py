@@ -562,8 +562,9 @@ class StepReader:
         if found.watched is not None:
             first, end, words = found.watched
             increment = self._best.increment if self._best is not None else 0
+            newest_step = self.step
             for index, line in enumerate(lines, 1 - len(lines)):
-                step = None if self.step is None else self.step + index * increment
+                step = None if newest_step is None else newest_step + index * increment
                 rate = float(line[slice(*found.rate)]) if found.rate is not None else None
                 self.curves.feed(words, step, float(line[first:end]), rate)
 

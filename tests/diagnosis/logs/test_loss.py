@@ -324,6 +324,43 @@ def test_memory_is_bounded_and_odd_values_do_no_harm() -> None:
     assert sum(map(len, kept)) < 500
 
 
+class Thorough(LossWatch):
+    """Finds level and noise anew for each value."""
+
+    _calm_below = property(lambda _: -math.inf, lambda _, __: None)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_values_that_are_taken_at_a_glance_change_nothing(seed: int) -> None:
+    dice = random.Random(seed)
+    quick, thorough, step, rise = LossWatch(), Thorough(), 0, 0.0
+    for _ in range(900):
+        step += 1
+        if dice.random() < 0.01:
+            rise = dice.choice([0.0, 0.0, 0.4, 1.0, 2.0])
+        goes_back = dice.random() < 0.005
+        step = max(1, step - dice.randrange(150)) if goes_back else step
+        value = (2.0 + 6 * math.exp(-step / 60)) * math.exp(rise + dice.gauss(0, 0.02 * seed))
+        for watch in (quick, thorough):
+            if goes_back:
+                watch.begin_again()
+            watch.feed(step, value, 1e-4 if seed % 2 else None)
+        assert quick.alarm == thorough.alarm
+        assert quick.__dict__ | {"_calm_below": None} == thorough.__dict__ | {"_calm_below": None}
+
+
+def test_what_is_calm_is_found_anew_in_each_attempt() -> None:
+    """It rises by a third, goes back to before that, and then is twice as high."""
+    quick, thorough = LossWatch(), Thorough()
+    for watch in (quick, thorough):
+        for step in range(1, 70):
+            watch.feed(step, 2.0 if step < 33 else 2.7)
+        watch.begin_again()
+        for step in range(33, 90):
+            watch.feed(step, 2.0 if step < 43 else 3.7)
+    assert quick.__dict__ | {"_calm_below": None} == thorough.__dict__ | {"_calm_below": None}
+
+
 # ----- in lines -----
 
 
