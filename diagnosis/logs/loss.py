@@ -99,7 +99,7 @@ class LossWatch:
         self._pending_step: int | None = None
         self._pending_rate: float | None = None
         self._calm_below = -math.inf
-        """A value up to it is not bad, whatever the noise. It holds for the rest of the block: more than half of the
+        """A value up to it is not bad, whatever the noise. It holds to the end of the block: more than half of the
         values that make the level stay meanwhile."""
         self._odd = 0
         """Values of which there is no logarithm."""
@@ -143,8 +143,10 @@ class LossWatch:
         x = math.log(value)
         if len(self._first) < FIRST and self._knows_start:
             self._first.append(value)
-        if x <= self._calm_below and not self._run and self.alarm is None and len(self._block) < BLOCK - 1:
-            self._accept(step, x, rate)  # next to all values: to find level and noise costs ten times as much
+        if self._is_calm(x):  # next to all values: to find level and noise costs ten times as much
+            self._accept(step, x, rate)
+            if not self._block:
+                self._calm_below = self._lowest() + LEAP
             return
         usual = self._usual()
         if usual is None or self._odd * 20 > self.count:
@@ -159,7 +161,17 @@ class LossWatch:
         else:
             self._accept(step, x, rate)
             self._look_for_a_climb(noise)
-            self._calm_below = min(one for _, one in list(self._values)[-RECENT:]) + LEAP
+            self._calm_below = self._lowest() + LEAP
+
+    def _is_calm(self, x: float) -> bool:
+        """At a glance: a value of which nothing can come."""
+        if x > self._calm_below or self._run or self.alarm is not None or self._odd * 20 > self.count:
+            return False
+        ends_a_block = len(self._block) == BLOCK - 1
+        return not ends_a_block or self._best is None or max(x, *(one for _, one in self._block)) < self._best + CLIMB
+
+    def _lowest(self) -> float:
+        return min(one for _, one in list(self._values)[-RECENT:])
 
     def _go_back(self, step: int | None) -> None:
         """Forget what came after `step`: it is made again."""

@@ -39,6 +39,8 @@ RECORD_BYTES: Final = 64 << 20
 NODES_READ: Final = 4096
 ATTEMPTS_READ: Final = 2
 """The newest ones, but for the first look."""
+SETTLED_NS: Final = 2_000_000_000
+"""A folder that has not changed for so long has another time after its next change."""
 _KINDS: Final = frozenset("wdrlhxi")
 
 log = logging.getLogger("unbroken.agent")
@@ -48,9 +50,11 @@ class RankRecords:
     """Follows the records that ranks write in the local folder (`attempts/<n>/rank<r>.writes`)."""
 
     def __init__(self, attempts: Path) -> None:
-        self._attempts = attempts
+        self._attempts = str(attempts)
         self._read: dict[int, int] = {}
         """Inode of a record -> how much of it was read."""
+        self._listed: dict[str, tuple[int, list[str]]] = {}
+        """Folder -> its time, ns, and what was in it."""
         self._looks = 0
 
     def new(self) -> list[Write]:
@@ -60,6 +64,10 @@ class RankRecords:
         there: set[int] = set()
         for path in self._records():
             try:
+                about = os.stat(path)
+                there.add(about.st_ino)
+                if about.st_size <= self._read.get(about.st_ino, 0):
+                    continue
                 with open(path, "rb") as file:
                     inode = os.fstat(file.fileno()).st_ino
                     there.add(inode)
@@ -78,24 +86,31 @@ class RankRecords:
         found.sort(key=lambda write: write.at_ns)
         return _canonical(found)
 
-    def _records(self) -> list[Path]:
+    def _records(self) -> list[str]:
         """Of the oldest attempt first, and of one rank the part that was full first."""
+        numbers = sorted(int(name) for name in self._names(self._attempts) if name.isdigit())
+        records: list[str] = []
+        for number in numbers if self._looks == 0 else numbers[-ATTEMPTS_READ:]:
+            folder = f"{self._attempts}/{number}"
+            names = sorted(self._names(folder))
+            records += [f"{folder}/{name}" for name in names if name.endswith(".writes.1")]
+            records += [f"{folder}/{name}" for name in names if name.endswith(".writes")]
+        return records
+
+    def _names(self, folder: str) -> list[str]:
+        """What is in a folder; listed again when its time has changed."""
         try:
-            numbers = sorted(int(name) for name in os.listdir(self._attempts) if name.isdigit())
+            changed_ns = os.stat(folder).st_mtime_ns
+            at_ns, names = self._listed.get(folder, (-1, []))
+            if changed_ns != at_ns:
+                names = os.listdir(folder)
         except OSError:
             return []
-        records: list[Path] = []
-        for number in numbers if self._looks == 0 else numbers[-ATTEMPTS_READ:]:
-            try:
-                names = os.listdir(self._attempts / str(number))
-            except OSError:
-                continue
-            full = sorted(name for name in names if name.endswith(".writes.1"))
-            records += [
-                self._attempts / str(number) / name
-                for name in (*full, *sorted(name for name in names if name.endswith(".writes")))
-            ]
-        return records
+        if len(self._listed) > 2 * ATTEMPTS_READ:
+            self._listed.clear()
+        if abs(time.time_ns() - changed_ns) > SETTLED_NS:
+            self._listed[folder] = changed_ns, names
+        return names
 
 
 def parsed(line: bytes) -> Write | None:
@@ -236,9 +251,9 @@ SCAN_EVERY_S = 1.0
 """When the ranks have ended there is one more scan (`scan_now`)."""
 AT_START_EVERY_S, START_S = 0.5, 30.0
 IDLE_EVERY_S, LIVELY_S = 3.0, 60.0
-"""Idle: the folders with checkpoints are known, and none has changed for so long."""
+"""Idle: no checkpoint has come or changed for so long."""
 REST_EVERY_S = 9.0
-"""Idle, and no rank has written much since the last scan."""
+"""Idle, the folders with checkpoints are known, and no rank has written much since the last scan."""
 SCAN_CPU_SHARE, LONGEST_CPU_PAUSE_S = 0.02, 10.0
 """At most so much of one CPU: a scan of a folder with tens of thousands of files takes half a second of it."""
 FOLDERS_REPORTED = 8
@@ -374,14 +389,16 @@ class CheckpointMonitor:
                 cpu_pause_s = min((time.thread_time() - began_s) / SCAN_CPU_SHARE, LONGEST_CPU_PAUSE_S)
                 now = time.monotonic()
                 pause_s = self._pause_s(now)
-                self._early_scan_at = now + max(IDLE_EVERY_S, cpu_pause_s)
+                self._early_scan_at = now + max(IDLE_EVERY_S if self.folders else SCAN_EVERY_S, cpu_pause_s)
                 self._scan_requested.wait(max(pause_s, cpu_pause_s))
 
     def _pause_s(self, now: float) -> float:
         if now - self._ranks_since < START_S:
             return AT_START_EVERY_S
         idle = now - max(self._ranks_since, self._changed_at) > LIVELY_S
-        return REST_EVERY_S if idle and self.folders else SCAN_EVERY_S
+        if not idle:
+            return SCAN_EVERY_S
+        return REST_EVERY_S if self.folders else IDLE_EVERY_S
 
     def _copy(self) -> None:
         """Copy what the next save would overwrite, at once, beside the scans; a later scan finds the copies."""
