@@ -188,6 +188,21 @@ class LossAlarm(Frozen, frozen=True, kw_only=True):
     """The level now."""
 
 
+class RankClock(Frozen, frozen=True, kw_only=True, array_like=True):
+    """What the steps of a rank's optimizers show: exact, while its output may tell few steps or none."""
+
+    steps: int = 0
+    """Since it started; 0: they are compiled, and only the newest one's time is known."""
+    age_s: float = 0.0
+    """Seconds since the newest one."""
+    step_s: float | None = None
+    """Mean time of a step in the last half minute or so."""
+    slowest_s: float = 0.0
+    """The longest of the last 50 to 100."""
+    input_share: float | None = None
+    """Share of the last half minute or so in which it has waited for data; None: it has no data loader of torch's."""
+
+
 class RankSample(Frozen, frozen=True, kw_only=True):
     """What an agent sees of one rank without disturbing it; sent with each heartbeat."""
 
@@ -229,6 +244,8 @@ class RankSample(Frozen, frozen=True, kw_only=True):
     """How many ranks the job has, by the rank's own environment; 0: not told."""
     timeout_s: float | None = None
     """The time-out of collectives in the group of all ranks; None: not known."""
+    clock: RankClock | None = None
+    """None: no optimizer of torch's has made a step (or it is not known: no beacon)."""
     locked_s: float | None = None
     """Seconds since every thread of it waits for another one of the process, without a time-out, and none has run."""
     exit: ExitRecord | None = None

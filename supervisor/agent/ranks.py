@@ -10,15 +10,17 @@ import functools
 import os
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from diagnosis import rules
 from diagnosis.logs.steps import LASTING, LossCurves, StepReader
 from diagnosis.rules import Rules
-from diagnosis.signals import Finding, Frozen, LossAlarm, Phase, ProcessState, RankSample
+from diagnosis.signals import Finding, Frozen, LossAlarm, Phase, ProcessState, RankClock, RankSample
 from supervisor.agent.procfs import RankProcessReader, blocked
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
@@ -138,6 +140,7 @@ class RankTracker:
         """The newest look at its threads found one that may go on, the look before did not."""
         self._newest = BeaconReading()
         """The newest beacon."""
+        self._clock = ClockWindow()
         self._step: int | None = None
         self._state: ProcessState = "?"
         self._cpu_s = 0.0
@@ -291,6 +294,9 @@ class RankTracker:
             return
         self._newest = beacon
         self._read_losses(beacon, before)
+        self._clock.add(self._now(), beacon.clock)
+        if beacon.clock.at > before.clock.at:
+            self._moved_at = max(self._moved_at, min(self._now(), beacon.clock.at))
         if beacon.groups != before.groups:
             now = self._now()
             # The beacon knows better than we do when this was.
@@ -317,7 +323,8 @@ class RankTracker:
 
     @property
     def shows_progress(self) -> bool:
-        return self._step is not None or any(completed > 0 for _, completed in self._newest.groups.values())
+        stepped = self._step is not None or self._newest.clock.at > 0
+        return stepped or any(completed > 0 for _, completed in self._newest.groups.values())
 
     @property
     def is_stopped(self) -> bool:
@@ -353,6 +360,7 @@ class RankTracker:
             loss_alarm=self._loss_alarm(),
             world=beacon.world,
             timeout_s=beacon.timeout_s,
+            clock=self._clock.sample(now),
             locked_s=None if self._locked_since is None else round(now - self._locked_since, 3),
             exit=worker.exit_record(),
         )
@@ -457,7 +465,27 @@ def last_bytes(path: str, limit: int = 32 * 1024) -> bytes:
 
 _HEADER = struct.Struct("<8sIIddI")
 _MAGIC = b"UBEACON1"
+_FIGURES, _FIGURES_AT = struct.Struct("=6d"), 4040
 MAX_GROUPS = 32
+WINDOW_S = 30.0
+KEPT_EACH_S = 3.0
+
+
+class ClockReading(NamedTuple):
+    """The step clock's figures, as they are at this moment (`supervisor/training/clock.py`)."""
+
+    steps: int = 0
+    """Steps of the script's optimizers since it started; 0 also where they are compiled, and cannot be counted."""
+    at: float = 0.0
+    """CLOCK_MONOTONIC of the newest one; 0: there was none."""
+    slowest_s: float = 0.0
+    """The longest of the last 50 to 100."""
+    calls: int = 0
+    """Of `step` of all optimizers."""
+    input_s: float = 0.0
+    """Seconds in which its main thread has waited for batches."""
+    batches: int = 0
+    """It has got so many from data loaders; 0: it has none, or not torch's."""
 
 
 class BeaconReading(Frozen, frozen=True, kw_only=True):
@@ -481,6 +509,41 @@ class BeaconReading(Frozen, frozen=True, kw_only=True):
     """The time-out of collectives in the group of all ranks, where torch has it."""
     members: dict[str, str] = {}
     """Name of a process group -> its ranks, as `CollectiveEntry.group` has them."""
+    clock: ClockReading = ClockReading()
+
+
+class ClockWindow:
+    """The step clock over the last half minute or so."""
+
+    def __init__(self) -> None:
+        self._kept: deque[tuple[float, ClockReading]] = deque()
+        """One for every `KEPT_EACH_S`, of `WINDOW_S`; the first is the oldest, ..."""
+        self._newest = ClockReading()
+
+    def add(self, now: float, reading: ClockReading) -> None:
+        """What the beacon shows at `now`."""
+        self._newest = reading
+        if not self._kept or now - self._kept[-1][0] >= KEPT_EACH_S:
+            self._kept.append((now, reading))
+            while now - self._kept[0][0] > WINDOW_S:
+                self._kept.popleft()
+
+    def sample(self, now: float) -> RankClock | None:
+        """None before the first step."""
+        newest = self._newest
+        if not newest.at:
+            return None
+        since, oldest = self._kept[0]
+        before = next((one for _, one in self._kept if one.steps), newest)
+        steps, seconds = newest.steps - before.steps, now - since
+        share = (newest.input_s - oldest.input_s) / seconds if seconds >= KEPT_EACH_S and newest.batches else None
+        return RankClock(
+            steps=newest.steps,
+            age_s=round(max(0.0, now - newest.at), 3),
+            step_s=float(f"{(newest.at - before.at) / steps:.4g}") if steps > 0 else None,
+            slowest_s=float(f"{newest.slowest_s:.4g}"),
+            input_share=None if share is None else round(min(1.0, share), 3),
+        )
 
 
 _decode = msgspec.json.Decoder(BeaconReading).decode
@@ -516,7 +579,19 @@ def parse(data: bytes) -> BeaconReading | None:
     if magic != _MAGIC or sequence % 2 or length > len(data) - _HEADER.size:
         return None
     payload = _payload(data[_HEADER.size : _HEADER.size + length])
-    return None if payload is None else msgspec.structs.replace(payload, monotonic=monotonic)
+    if payload is None:
+        return None
+    return msgspec.structs.replace(payload, monotonic=monotonic, clock=_clock(data))
+
+
+def _clock(data: bytes) -> ClockReading:
+    """It is the rank's own page: any number may stand there."""
+    if len(data) < _FIGURES_AT + _FIGURES.size:
+        return ClockReading()
+    steps, at, slowest_s, calls, input_s, batches = figures = _FIGURES.unpack_from(data, _FIGURES_AT)
+    if not all(0 <= figure < 2**53 for figure in figures):
+        return ClockReading()
+    return ClockReading(int(steps), at, slowest_s, int(calls), input_s, int(batches))
 
 
 @functools.lru_cache(32)

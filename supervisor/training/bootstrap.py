@@ -72,8 +72,8 @@ def run_worker(argv: list[str]) -> None:
         prefix = os.path.join(local_dir, "attempts", attempt, f"rank{rank}")
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         record = import_record(prefix + ".imports") if is_first else None
-        start_beacon(prefix, record)
-        record_writes(prefix + ".writes", record.path if record is not None else "")
+        clock = start_beacon(prefix, record)
+        record_writes(prefix + ".writes", record.path if record is not None else "", clock)
     run_main(argv)
 
 
@@ -85,21 +85,31 @@ def import_record(path: str) -> Any:
     return imports.ImportRecord(path, given, imports.installed_folders())
 
 
-def start_beacon(prefix: str, record: Any = None) -> None:
-    """Start the beacon; without a writable local folder the script simply runs without one."""
+def start_beacon(prefix: str, record: Any = None) -> Any:
+    """Start the beacon; without a writable local folder the script simply runs without one. Its step clock, or None."""
     try:
         os.makedirs(os.path.dirname(prefix), exist_ok=True)
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.environ["UNBROKEN_HEARTBEAT_FD"] = str(writer)
-        sibling("beacon").Beacon(prefix + ".beacon", prefix + ".sock", reader, record).start()
+        beacon = sibling("beacon").Beacon(prefix + ".beacon", prefix + ".sock", reader, record)
+        beacon.start()
     except Exception as error:
         print(f"unbroken: no progress beacon: {error}", file=sys.stderr)
-
-
-def record_writes(path: str, other: str = "") -> None:
-    """Record which files the script writes; where that cannot be, open descriptors alone tell."""
+        return None
     try:
-        sibling("writes").WriteRecorder(path, other).start()
+        beacon.clock = sibling("clock").StepClock(beacon.figures)
+    except Exception as error:
+        print(f"unbroken: no step clock: {error}", file=sys.stderr)
+    return beacon.clock
+
+
+def record_writes(path: str, other: str = "", clock: Any = None) -> None:
+    """Record which files the script writes; where that cannot be, open descriptors alone tell.
+
+    `clock`: begins to listen to torch when the script has imported it.
+    """
+    try:
+        sibling("writes").WriteRecorder(path, other, clock).start()
     except Exception as error:
         print(f"unbroken: no record of written files: {error}", file=sys.stderr)
 

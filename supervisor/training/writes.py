@@ -46,11 +46,13 @@ class WriteRecorder:
     `i`: what was told by `w` is open by now; more: what stands there, as for `w`.
     """
 
-    def __init__(self, path: str, other: str = "") -> None:
-        """`other`: another file of ours."""
+    def __init__(self, path: str, other: str = "", clock: Any = None) -> None:
+        """`other`: another file of ours. `clock`: a `StepClock` or None, which hears of imports here."""
         self.path = path
         self.other = other
-        self.torch_is_told = False
+        self.clock = clock
+        self.writer_is_told = self.torch_is_told = False
+        """`torch_is_told`: no import is waited for any more."""
 
     def start(self) -> None:
         own, other, note, let_pass = self.path, self.other, self._note, self._let_pass_what_is_not_ours
@@ -122,10 +124,12 @@ class WriteRecorder:
     # ----- torch.save to a path -----
 
     def _listen_to_torch(self) -> None:
+        listens = self.clock is None or self.clock.listen()
         writer = getattr(sys.modules.get(TORCH), TORCH_WRITER, None)
-        if writer is None:
+        self.torch_is_told = listens and (writer is not None or self.writer_is_told)
+        if writer is None or self.writer_is_told:
             return
-        self.torch_is_told = True
+        self.writer_is_told = True
         for attribute in ("name", "file_like"):
             if attribute not in vars(writer):
                 setattr(writer, attribute, Told(attribute, self))

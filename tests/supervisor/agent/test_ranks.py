@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import msgspec
 import pytest
 
 from diagnosis import rules
+from diagnosis.signals import RankClock
 from supervisor.agent.ranks import (
     BACKLOG_BYTES,
     CHUNK_BYTES,
     LAST_READS,
     BeaconFile,
+    ClockReading,
+    ClockWindow,
     OutputTail,
     RankTracker,
     Stream,
@@ -160,6 +164,65 @@ def test_a_beacon_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     assert parse(b"") is None
     assert parse(bytes(4096)) is None
     reader.close()
+
+
+def page(*figures: float) -> bytes:
+    return beacon(b"{}").ljust(4040, b"\0")[:4040] + struct.pack("=6d", *figures).ljust(56, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("data", "read"),
+    [
+        (page(12, 100.5, 0.25, 24, 3.5, 48), ClockReading(12, 100.5, 0.25, 24, 3.5, 48)),
+        (page(0, 0, 0, 0, 0, 0), ClockReading()),
+        (page(float("nan"), 1, 1, 1, 1, 1), ClockReading()),
+        (page(1, float("inf"), 1, 1, 1, 1), ClockReading()),
+        (page(-1, 1, 1, 1, 1, 1), ClockReading()),
+        (beacon(b"{}"), ClockReading()),
+    ],
+)
+def test_the_figures_of_the_step_clock_are_numbers_or_nothing(data: bytes, read: ClockReading) -> None:
+    found = parse(data)
+    assert found is not None
+    assert found.clock == read
+
+
+def test_the_step_clock_over_half_a_minute() -> None:
+    """A slow beginning counts until it is long ago; a rank that stands still goes on waiting."""
+    window = ClockWindow()
+    window.add(0.0, ClockReading())
+    assert window.sample(0.0) is None
+    for second in range(1, 41):
+        steps = second * 2
+        window.add(float(second), ClockReading(steps, second - 0.1, 0.5, steps, second * 0.25, steps))
+        if second == 2:
+            assert window.sample(2.0) == RankClock(steps=4, age_s=0.1, step_s=None, slowest_s=0.5)
+    assert window.sample(40.0) == RankClock(steps=80, age_s=0.1, step_s=0.5, slowest_s=0.5, input_share=0.25)
+    assert window.sample(45.0) == RankClock(steps=80, age_s=5.1, step_s=0.5, slowest_s=0.5, input_share=0.215)
+
+
+def test_a_compiled_optimizer_has_times_and_no_steps_and_other_loaders_no_share() -> None:
+    window = ClockWindow()
+    window.add(0.0, ClockReading(at=0.0))
+    window.add(10.0, ClockReading(at=9.5))
+    assert window.sample(10.0) == RankClock(steps=0, age_s=0.5)
+
+
+def test_a_step_of_the_clock_is_progress(make_probe: Callable[[], tuple[RankTracker, Path]], tmp_path: Path) -> None:
+    probe, _ = make_probe()
+    path = LocalPaths(str(tmp_path)).rank_file(1, 0, "beacon")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(page(0, 0, 0, 0, 0, 0))
+    probe.look()
+    assert not probe.shows_progress
+    at = time.monotonic()
+    path.write_bytes(page(3, at, 0, 3, 0, 0))
+    probe.look()
+    sample = probe.sample()
+    assert probe.shows_progress
+    assert sample.clock is not None
+    assert (sample.clock.steps, sample.step) == (3, None)
+    assert sample.moved_age_s <= time.monotonic() - at + 0.001
 
 
 def test_output_is_followed_over_truncation_and_a_huge_backlog(tmp_path: Path) -> None:
