@@ -7,6 +7,7 @@
     ├── CheckRefused                `unbroken check` was asked for something that does not exist
     │   └── TreeNotFound            there is no captured tree to look at
     ├── JobNotFound                 there is no such job folder, journal or incident
+    ├── TraceUnreadable             a trace cannot be read, or is none (diagnose.traces)
     ├── RuleNotFound                no proposed rule of this name waits
     ├── RequestUntrusted            a request to drain this node may be somebody else's work
     ├── ControllerUnreachable       no controller answers: nothing was asked
