@@ -232,16 +232,16 @@ class _Graph:
         self.groups: list[tuple[Name, ...]] = []
         """Operations that end together, once all have begun."""
         self._overlaps = any(name[0] == SEPARATE for name in operations)
-        self._meetings: dict[tuple[str, int, int], list[Name]] = defaultdict(list)
+        self._pairs: dict[tuple[str, int, int], list[Name]] = defaultdict(list)
         for stage in range(stages):
             self._add_pipeline(stage)
             if has_replicas:
                 self._add_replicas(stage)
             self._add_end_of_step(stage, has_replicas)
-        self.groups += [tuple(members) for members in self._meetings.values()]
-        if any(len(members) > 2 for members in self._meetings.values()):
+        self.groups += [tuple(members) for members in self._pairs.values()]
+        if any(len(members) > 2 for members in self._pairs.values()):
             raise WhatIfError("more than two ranks take part in one send and receive")
-        self._add_meetings_of_all(has_replicas)
+        self._add_groups_of_stages(has_replicas)
         self.order = self._ordered()
 
     def _of(self, stage: int, *kinds: str) -> list[Operation]:
@@ -313,7 +313,7 @@ class _Graph:
             if 0 <= compute.global_chunk + away < chunks:
                 other = (stage + away) % self._stages
                 key = (kind, stage, count) if sends else (peer, other, count)
-                self._meetings[key].append(name)
+                self._pairs[key].append(name)
                 count += 1
             else:
                 self.groups.append((name,))
@@ -349,7 +349,7 @@ class _Graph:
             chain += scatters
         self._chain([*chain, *end], begun)
 
-    def _add_meetings_of_all(self, has_replicas: bool) -> None:
+    def _add_groups_of_stages(self, has_replicas: bool) -> None:
         there = self.before
         if has_replicas:
             self.groups += [(name,) for name in there if name[0] in (GATHER, SCATTER, SEPARATE)]

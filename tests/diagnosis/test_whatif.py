@@ -1,7 +1,7 @@
 """What-if step times: timelines whose answers can be worked out by hand, and the published ones where they are.
 
 The published timelines (ByteDance-Seed/StragglerAnalysis, `trace-AR.parquet` and others with their results) are no part
-of the project: set UNBROKEN_STRAGGLER_TRACES to a folder with them. They need pyarrow.
+of the project: set STRAGGLER_TRACES to a folder with them. They need pyarrow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from diagnosis.whatif import Operation, WhatIfError, analyse
 from supervisor.diagnose.traces import read_timeline
 
-PUBLISHED = os.environ.get("UNBROKEN_STRAGGLER_TRACES", "")
+PUBLISHED = os.environ.get("STRAGGLER_TRACES", "")
 FORWARD_S, BACKWARD_S, END_S = 1.0, 2.0, 0.5
 
 
@@ -119,7 +119,7 @@ def test_what_cannot_be_worked_through(broken: list[Operation]) -> None:
         analyse(broken)
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="set UNBROKEN_STRAGGLER_TRACES to the published timelines")
+@pytest.mark.skipif(not PUBLISHED, reason="set STRAGGLER_TRACES to the published timelines")
 @pytest.mark.parametrize("name", [one.stem[6:] for one in sorted(Path(PUBLISHED).glob("trace-*.parquet"))] or ["none"])
 def test_published(name: str) -> None:
     folder = Path(PUBLISHED)
