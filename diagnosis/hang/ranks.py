@@ -24,6 +24,8 @@ IDLE_SHARE: Final = 0.05
 LOOKED_AT_S: Final = 0.35
 """CPU seconds that our own looks may cost a rank: a full flight recorder takes a quarter of a second to tell."""
 IDLE_BYTES: Final = 65536
+CLOCK_S: Final = 0.01
+"""What is closer to the newest step of the step clock is that step."""
 
 
 class WatchedRank:
@@ -33,6 +35,7 @@ class WatchedRank:
         "awake_since",
         "dead_since",
         "moved_at",
+        "moved_by_clock",
         "own",
         "same_count",
         "same_from",
@@ -49,6 +52,8 @@ class WatchedRank:
         self.sample = sample
         self.seen_at = now
         self.moved_at = now - sample.moved_age_s
+        self.moved_by_clock = False
+        """The newest sign of progress is a step that the step clock alone shows."""
         self.awake_since = float("-inf")
         """When it was last seen to leave state T or t."""
         self.dead_since: float | None = now if sample.state == "Z" else None
@@ -80,6 +85,8 @@ class WatchedRank:
         if not progress or moved_at <= self.moved_at:
             return False
         self.moved_at = moved_at
+        stepped = sample.clock is not None and abs(sample.moved_age_s - sample.clock.age_s) < CLOCK_S
+        self.moved_by_clock = stepped and sample.step == old.step and sample.groups == old.groups
         self.forget_stack()
         return True
 

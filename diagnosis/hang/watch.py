@@ -19,7 +19,7 @@ from diagnosis.hang import proof
 from diagnosis.hang.proof import unproven
 from diagnosis.hang.ranks import LEAP_S, WatchedRank
 from diagnosis.incident import HangReport
-from diagnosis.signals import Finding, Frozen, RankFlight, RankSample, RankStack, rank_names
+from diagnosis.signals import Finding, Frozen, RankClock, RankFlight, RankSample, RankStack, rank_names
 
 FLOOR_S: Final = 1.8
 """Beacon, agent and heartbeat add up to a second each way: this is under 3 s after the fault."""
@@ -69,6 +69,9 @@ Phase = Literal["start", "steady", "end"]
 """How far the job is: words of the report, nothing else."""
 HOLD_S: Final = 2.6
 """From suspected to proven by stacks at least: two stacks a second apart, and a slow step may still end."""
+CLOCK_STEPS: Final = 50
+EVEN_FACTOR: Final = 4.0
+"""After so many steps the step clock gives the pace, if the slowest was at most so much slower than usual."""
 STEPS_TO_SETTLE: Final = 10
 """So many steps tell the pace, however few heartbeats they took."""
 STOPPED_SUSPECT_S: Final = 1.5
@@ -124,6 +127,13 @@ class Silent(Frozen, frozen=True, kw_only=True, tag="silent"):
     report: HangReport
 
 
+def _is_even(clock: RankClock | None) -> bool:
+    """Whether steps come so evenly that a longer gap means something: no evaluation or save among the newest."""
+    if clock is None or clock.step_s is None:
+        return False
+    return clock.steps >= CLOCK_STEPS and clock.slowest_s <= EVEN_FACTOR * clock.step_s
+
+
 HangNotice = Suspected | Confirmed | Silent | Cleared | Wake
 
 
@@ -144,6 +154,10 @@ class HangWatch:
         """A rank ended badly: that is for others to judge."""
         self._newest = now
         """When anything last made progress."""
+        self._paced = now
+        """The same without what does not tell the pace."""
+        self._collectives = False
+        """Some were seen: they tell the pace better than whole steps do."""
         self._counted = now
         """When that last counted as a sign of its own: what many ranks show within one moment is one sign."""
         self._longest_quiet_s = 0.0
@@ -185,7 +199,11 @@ class HangWatch:
     @property
     def suspect_limit_s(self) -> float:
         """Silent seconds after which it is looked for the reason."""
-        return self.pace.suspect_limit_s
+        limit = self.pace.suspect_limit_s
+        if self.pace.settled or self._collectives:
+            return limit
+        slowest = max((rank.sample.clock.slowest_s for rank in self._ranks.values() if rank.sample.clock), default=0.0)
+        return max(limit, FACTOR * slowest)
 
     @property
     def _complete(self) -> bool:
@@ -211,16 +229,21 @@ class HangWatch:
                 if sample.step is not None or sample.groups:
                     self._moved(rank.moved_at)  # it was under way before we looked
             elif rank.update(now, sample):
-                self._moved(rank.moved_at)
+                self._moved(rank.moved_at, tells_pace=not rank.moved_by_clock or _is_even(sample.clock))
+            self._collectives = self._collectives or bool(sample.groups)
             if sample.state in "Tt" and self._ranks[sample.rank].stopped:
                 self._stopped.add(sample.rank)
             elif self._stopped:
                 self._stopped.discard(sample.rank)
             self._note_step(sample)
-        self._longest_quiet_s = max(self._longest_quiet_s, now - self._newest)
+        self._longest_quiet_s = max(self._longest_quiet_s, now - self._paced)
 
-    def _moved(self, at: float) -> None:
+    def _moved(self, at: float, *, tells_pace: bool = True) -> None:
+        """`tells_pace`: the limit may become shorter by it. Any sign of progress ends a silence."""
         self._newest = max(at, self._newest)
+        if not tells_pace:
+            return
+        self._paced = max(at, self._paced)
         if at < self._counted + SAME_MOMENT_S:
             return
         if not self._was_stopped:

@@ -1,0 +1,114 @@
+"""A step that only the step clock shows is progress at once, and shortens a limit only where steps come evenly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diagnosis.hang.watch import Cleared, Confirmed, HangWatch, Suspected
+from diagnosis.signals import RankClock, RankSample
+
+
+class Job:
+    """One rank whose output tells every hundredth step, and whose beacon the rest."""
+
+    def __init__(self, *, logs: bool = True) -> None:
+        self.watch = HangWatch()
+        self.watch.start(0.0, 1)
+        self.now = 0.0
+        self.logs = logs
+        self.ends: list[float] = []
+        self.logged: int | None = None
+        self.logged_at = 0.0
+        self.notices: list[Any] = []
+
+    def steps(self, *lengths: float) -> None:
+        for length in lengths:
+            self.run(length)
+            self.ends.append(self.now)
+            if self.logs and not len(self.ends) % 100:
+                self.logged, self.logged_at = len(self.ends), self.now
+            self.watch.observe(self.now, [self.sample()])
+
+    def run(self, seconds: float) -> None:
+        """Heartbeats come twice a second."""
+        end = self.now + seconds
+        while self.now + 1e-9 < end:
+            self.now = min(end, self.now + 0.5)
+            self.watch.observe(self.now, [self.sample()])
+            self.notices += self.watch.tick(self.now)
+
+    def sample(self) -> RankSample:
+        clock, moved_at = None, self.logged_at
+        if self.ends:
+            gaps = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)][-100:]
+            usual = gaps[-30:]
+            clock = RankClock(
+                steps=len(self.ends),
+                age_s=self.now - self.ends[-1],
+                step_s=sum(usual) / len(usual) if usual else None,
+                slowest_s=max(gaps, default=0.0),
+            )
+            moved_at = self.ends[-1]
+        return RankSample(
+            rank=0, local_rank=0, pid=1, state="R", step=self.logged, moved_age_s=self.now - moved_at, clock=clock
+        )
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(one, kind) for one in self.notices)
+
+
+def test_a_step_between_two_lines_ends_a_silence() -> None:
+    job = Job()
+    job.steps(*[1.0] * 30)
+    job.run(20)
+    assert job.count(Suspected) == 1
+    job.steps(1.0, 1.0)
+    assert job.count(Cleared) == 1
+
+
+def test_even_steps_tell_the_pace() -> None:
+    """Lines come once in 100 s: without the clock the limit would be 500 s."""
+    job = Job()
+    job.steps(*[1.0] * 700)
+    assert job.watch.pace.settled
+    assert job.watch.suspect_limit_s < 10
+    job.notices.clear()
+    job.run(15)
+    assert job.count(Suspected) == 1
+    assert not job.count(Confirmed)
+
+
+@pytest.mark.parametrize("every", [20, 45])
+def test_steps_with_an_evaluation_between_them_shorten_nothing(every: int) -> None:
+    """Its lines alone tell the pace, as if there were no clock."""
+    job = Job()
+    for _ in range(700 // every):
+        job.steps(*[1.0] * every, 12.0)
+    assert job.watch.suspect_limit_s > 400
+    assert job.count(Suspected) <= 1, "only before anything was known"
+
+
+@pytest.mark.parametrize("length", [6.0, 120.0, 600.0])
+def test_rare_steps_of_a_script_that_prints_nothing_are_waited_for(length: float) -> None:
+    """Gradient accumulation for minutes: after its first two steps nothing is suspected."""
+    job = Job(logs=False)
+    job.steps(length, length)
+    job.notices.clear()
+    job.steps(*[length, length * 1.5] * 4)
+    assert not job.count(Suspected)
+
+
+def test_where_collectives_are_seen_they_tell_the_pace() -> None:
+    job = Job(logs=False)
+    job.steps(100.0, 100.0)
+    assert job.watch.suspect_limit_s == 500.0
+    sample = job.sample()
+    watch = HangWatch()
+    watch.start(0.0, 1)
+    watch.observe(
+        1.0,
+        [RankSample(rank=0, local_rank=0, pid=1, moved_age_s=0.0, groups={"0": (4, 4)}, clock=sample.clock)],
+    )
+    assert watch.suspect_limit_s == 3.0
