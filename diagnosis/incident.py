@@ -232,7 +232,7 @@ class Incident(Frozen, frozen=True, kw_only=True):
     id: str
     opened_at: float
     attempt: int
-    trigger: Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "loss", "logs"]
+    trigger: Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "loss", "replicas", "logs"]
     """What opened it; `logs`: somebody asked what old logs show."""
     step: int | None = None
     """Newest step of the attempt when it broke."""

@@ -109,15 +109,18 @@ class ResumeSituation(Frozen, frozen=True, kw_only=True):
 
     kind: Literal["crash", "spike", "bad_numbers", "corruption", "mismatch", "operator"] = "crash"
     step: int | None = None
-    """`spike`, `bad_numbers`: the first bad step. `operator`: the step to go back to, at most."""
+    """`spike`, `bad_numbers`, `corruption`: the first step that may be bad. `operator`: the step to go back to, at
+    most."""
     margin: int = 0
     """`spike`: so many steps before the first bad one are left out as well."""
     before: float | None = None
-    """Only what was written until this time can be good (Unix seconds). `corruption`: the first sign of it, less the
-    time that such a fault may go unseen. `spike`, `bad_numbers`: when the first bad step was made; it decides where the
-    name does not call its number a step."""
+    """Only what was written until this time can be good (Unix seconds). `corruption`: when all was well for the last
+    time, as far as is known. `spike`, `bad_numbers`: when the first bad step was made. Where a step is given, this
+    decides only where the name does not call its number a step."""
     path: str = ""
-    """`mismatch`: the checkpoint that could not be loaded. It and newer ones are left out."""
+    """`mismatch`: the checkpoint that ranks could not read. It and newer ones are left out."""
+    snapshot: tuple[int, int] | None = None
+    """`corruption`: attempt and step of the snapshot in memory in which all replicas were the same. It may be used."""
 
     @property
     def not_after_step(self) -> int | None:
@@ -273,14 +276,14 @@ def _why_too_new(found: Checkpoint, situation: ResumeSituation, candidates: Sequ
         return f"{ROLLED_BACK}it does not tell its step, and the run goes back to step {limit} at the latest"
     if limit is not None and found.step is not None and found.step > limit:
         return f"{ROLLED_BACK}it holds step {found.step}, the run goes back to step {limit} at the latest"
-    sure = situation.kind in ("spike", "bad_numbers") and says_step(found.path.rpartition("/")[2])
+    sure = limit is not None and says_step(found.path.rpartition("/")[2])
     if before is not None and found.modified_at > before and not sure:
         return f"{ROLLED_BACK}it was written when the run may have gone wrong already"
     if situation.kind != "mismatch":
         return ""
     misfit = next((one for one in candidates if one.path == situation.path), None)
     if found.path == situation.path or (misfit is not None and not _newer(misfit, found)):
-        return f"{ROLLED_BACK}{situation.path} could not be loaded, and the one before it is used"
+        return f"{ROLLED_BACK}{situation.path} could not be read, and the one before it is used"
     return ""
 
 

@@ -30,6 +30,12 @@ FULL_DISK_TRIES = 12
 """Starts in a row that found room and came no further, over half an hour: then a person has to look."""
 _QUOTA = re.compile(r"\[Errno 122\]|disk quota exceeded", re.IGNORECASE)
 """A quota is a `storage_error`, and what helps is what helps a full disk."""
+_UNREADABLE = re.compile(
+    r"PytorchStreamReader failed|archive is corrupted|central directory|pickle data was truncated|ran out of input"
+    r"|unexpected EOF|invalid load key|MetadataIncompleteBuffer|HeaderTooLarge|InvalidHeaderDeserialization|BadZipFile",
+    re.IGNORECASE,
+)
+"""Said of a checkpoint's bytes. One that does not fit the model is another matter: nor do the ones before it."""
 FREE_PREEMPTIONS = 5
 """Preemptions are not charged to the budget; so many in a row without progress are something else."""
 
@@ -101,6 +107,8 @@ class Situation(Frozen, frozen=True, kw_only=True):
     nodes_min: int = 1
     lost: tuple[str, ...] = ()
     """Nodes that are gone anyway."""
+    loaded: str = ""
+    """The checkpoint that the attempt resumed from, if it came no further than that."""
     may_cordon: tuple[str, ...] = ()
     """Culprit nodes that the circuit breaker lets policy cordon."""
     vouched: tuple[str, ...] = ()
@@ -224,7 +232,17 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
         delay_s=delay_s,
         counts=counts,
         needs_approval=situation.mode == "recommend",
+        rollback=_the_one_before(verdict, situation),
     )
+
+
+def _the_one_before(verdict: Verdict, situation: Situation) -> ResumeSituation | None:
+    """Where the checkpoint that was to be loaded cannot be read, although all that is known of it says it is whole."""
+    if verdict.failure_class is not FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH or not situation.loaded:
+        return None
+    if verdict.confidence < SURE_ENOUGH or not any(_UNREADABLE.search(one.text) for one in verdict.evidence):
+        return None
+    return ResumeSituation(kind="mismatch", path=situation.loaded)
 
 
 def _short(situation: Situation, cordoned: int = 0) -> bool:

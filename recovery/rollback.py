@@ -1,9 +1,13 @@
-"""What is done about a loss that went wrong: where the run goes back to, and which data it leaves out. Pure.
+"""What is done about a loss that went wrong, or replicas that differ: where the run goes back to, and which data it
+leaves out. Pure.
 
 A spike, a divergence or a loss that stays NaN is not cured by a restart from the newest checkpoint: that one was
 written when the model was on its way there. So the run goes back to a checkpoint from well before, and leaves out the
 batches in which it happened, as others have done by hand. Each rule here has a bound: how far back the margin reaches,
 how many batches are left out, how often that is done. Beyond it a person decides.
+
+Replicas that differ are the fault of a node, so no data is left out. They were the same in an earlier snapshot: what is
+older than that one is older than the fault. Where they were never seen to be the same, nothing is proven.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ MOST_SKIPPED: Final = 2000
 PLACES: Final = 2
 """Places in the data that the run was taken back from by itself; at the next one a person decides."""
 TRIES: Final = 2
-"""How often batches are left out at one place."""
+"""How often batches are left out at one place, and how often the run goes back because replicas differ."""
 
 
 class Rollback(Frozen, frozen=True, kw_only=True):
@@ -50,6 +54,20 @@ class LossCase(Frozen, frozen=True, kw_only=True):
     before: tuple[Rollback, ...] = ()
     skipped_after: tuple[int | None, int] = (None, 0)
     """Step of a checkpoint, and how many batches after it are left out already."""
+
+
+class ReplicaCase(Frozen, frozen=True, kw_only=True):
+    """Replicas that differ, and what is known besides."""
+
+    named: bool
+    """A majority tells which."""
+    seen_equal: bool
+    """They were the same before."""
+    situation: ResumeSituation
+    step: int | None
+    """Of the newest good checkpoint that fits the situation; None: there is none."""
+    before: int = 0
+    """How often the run has gone back for this reason."""
 
 
 class LossPlan(Frozen, frozen=True, kw_only=True):
@@ -101,6 +119,32 @@ def plan_for(case: LossCase) -> LossPlan:
         return LossPlan(kind="hold", why=why, situation=situation, step=step)
     why = f"the loss went wrong at step {first}: back to step {step}; that is {wanted} batches before: none is left out"
     return LossPlan(kind="rollback", why=why, situation=situation, step=step)
+
+
+def before_corruption(
+    attempt: int, formed_at: float, agreed_at: float | None, agreed_step: int | None
+) -> ResumeSituation:
+    """What is from before replicas began to differ in this attempt: `agreed_step`, if it has seen them equal itself."""
+    if agreed_step is None or agreed_at is None:
+        return ResumeSituation(kind="corruption", before=formed_at)  # what it resumed from was there
+    snapshot = (attempt, agreed_step)
+    return ResumeSituation(kind="corruption", step=agreed_step + 1, before=agreed_at, snapshot=snapshot)
+
+
+def plan_for_replicas(case: ReplicaCase) -> LossPlan:
+    """What to do about them."""
+    if not case.seen_equal:
+        return LossPlan(kind="hold", why="they were never seen to be the same, so it may be how this script trains")
+    if case.step is None:
+        return LossPlan(kind="hold", why="no good checkpoint is from before they differed")
+    back = f"back to step {case.step}, from before they differed"
+    if not case.named:
+        why = f"{back}; nobody knows which of them is right"
+        return LossPlan(kind="hold", why=why, situation=case.situation, step=case.step)
+    if case.before >= TRIES:
+        why = f"{back}; the run was taken back for this {case.before} times, and they differ again"
+        return LossPlan(kind="hold", why=why, situation=case.situation, step=case.step)
+    return LossPlan(kind="rollback", why=back, situation=case.situation, step=case.step)
 
 
 def _situation(alarm: LossAlarm, steps: Sequence[int], bad_at: float | None) -> ResumeSituation | None:

@@ -59,7 +59,9 @@ class ReplicasCompared(Frozen, frozen=True, kw_only=True):
     odd: tuple[int, ...]
     """Those that differ from the majority; empty where there is none."""
     agreed_at: float | None = None
-    """When the newest snapshot was written in which they were the same."""
+    """When the newest snapshot was written in which they were the same, by whichever attempt."""
+    agreed_step: int | None = None
+    """Its step, if this attempt wrote it."""
 
 
 def of_node(held: Iterable[RankSnapshot]) -> tuple[NodeSnapshot, ...]:
@@ -122,8 +124,8 @@ class ReplicaWatch:
     def __init__(self) -> None:
         self._reports: dict[tuple[int, int, str], dict[int, tuple[str, ...]]] = {}
         self._compared: dict[tuple[int, int, str], None] = {}
-        self._agreed_at: dict[str, float] = {}
-        """By group."""
+        self._agreed: dict[str, tuple[int, int, float]] = {}
+        """By group: attempt and step of the newest snapshot in which they were the same, and when it was written."""
 
     def observe(self, held: Iterable[RankSnapshot]) -> list[ReplicasCompared]:
         """What a node tells; the groups that it completes and that differ."""
@@ -139,19 +141,26 @@ class ReplicaWatch:
             del self._reports[key]
             self._compared[key] = None
             if len(set(told.values())) == 1:
-                self._agreed_at[one.group] = one.at
+                self._agreed[one.group] = (one.attempt, one.step, one.at)
                 continue
-            odd, agreed_at = odd_ranks(told), self._agreed_at.get(one.group)
+            attempt, step, at = self._agreed.get(one.group, (-1, None, None))
             found.append(
-                ReplicasCompared(attempt=one.attempt, step=one.step, ranks=len(told), odd=odd, agreed_at=agreed_at)
+                ReplicasCompared(
+                    attempt=one.attempt,
+                    step=one.step,
+                    ranks=len(told),
+                    odd=odd_ranks(told),
+                    agreed_at=at,
+                    agreed_step=step if attempt == one.attempt else None,
+                )
             )
         limit = REPORTS_KEPT * max(1, len({group for _, _, group in self._reports}))
         for key in list(self._reports)[:-limit]:
             del self._reports[key]
         for key in list(self._compared)[:-COMPARED_KEPT]:
             del self._compared[key]
-        for group in list(self._agreed_at)[:-COMPARED_KEPT]:
-            del self._agreed_at[group]
+        for group in list(self._agreed)[:-COMPARED_KEPT]:
+            del self._agreed[group]
         return found
 
 

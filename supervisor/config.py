@@ -142,12 +142,13 @@ class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is done about a loss that spikes, diverges or stays NaN (docs/loss.md)."""
+    """What is done about a loss that spikes, diverges or stays NaN, and about replicas that differ (docs/loss.md)."""
 
     guard: Annotated[
         Guard,
         _knob(
-            "A loss that went wrong. `off`: nothing; `recommend`: tell what to do; `enforce`: roll back by itself.",
+            "A loss that went wrong, or a replica that differs. `off`: nothing; `recommend`: tell what to do; "
+            "`enforce`: roll back by itself.",
             "job",
             see="loss.md",
         ),

@@ -595,7 +595,9 @@ class ReplicasDiffer(Event, frozen=True, kw_only=True, tag="replicas_differ"):
     odd: tuple[int, ...] = ()
     """The ranks that differ from the majority, at most 16; none: there is no majority of at least three."""
     since: float | None = None
-    """When the newest snapshot was written in which they were the same."""
+    """When the newest snapshot was written in which they were the same, by whichever attempt."""
+    since_step: int | None = None
+    """Its step, if this attempt wrote it."""
 
 
 class SpaceSeen(Event, frozen=True, kw_only=True, tag="space_seen"):

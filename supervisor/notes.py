@@ -92,7 +92,7 @@ KINDS: Final[dict[str, Kind]] = {
     "attempt_runs": _kind("attempt {attempt} runs"),
     "replicas_differ": _kind(
         "{what}. No majority of at least three shows which is right. Checkpoints written since the ranks last agreed "
-        "are used only if no other is left"
+        "are used only if no other is left[.{advice}]"
     ),
     "attempt_delayed": _kind("the next attempt starts in {delay_s:.0f} s"),
     "resume_unknown": _kind("cannot determine the checkpoint to resume from ({why}): the script decides"),

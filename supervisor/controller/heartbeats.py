@@ -325,9 +325,14 @@ class HeartbeatEvents:
 
     def _compare_replicas(self, held: tuple[RankSnapshot, ...], now: float, events: list[m.AnyEvent]) -> None:
         for one in self._replicas.observe(held):
-            odd, since = one.odd[:16], one.agreed_at
             differ = m.ReplicasDiffer(
-                at=now, attempt=one.attempt, step=one.step, compared=one.ranks, odd=odd, since=since
+                at=now,
+                attempt=one.attempt,
+                step=one.step,
+                compared=one.ranks,
+                odd=one.odd[:16],
+                since=one.agreed_at,
+                since_step=one.agreed_step,
             )
             events.append(differ)
 

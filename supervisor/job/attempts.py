@@ -334,6 +334,10 @@ class Checkpoints:
         """The attempt that is being formed goes back."""
         return self._situation != CRASH
 
+    def keeps(self, snapshot: NodeSnapshot) -> bool:
+        """The attempt that is being formed may start from it: no rollback speaks against it."""
+        return not self.rolls_back or self._situation.snapshot == (snapshot.attempt, snapshot.step)
+
     def attempt_starts(self) -> None:
         """All that was to be prepared is done."""
         for one in self._to_put_back():
@@ -882,8 +886,7 @@ class Attempts:
         trusted = [one for one in held if not self.checkpoints.is_suspect(one.at, one.step)]
         if len(trusted) < len(held) or self.checkpoints.rolls_back:
             self._snapshots_from = attempt.number
-        if self.checkpoints.rolls_back:
-            return None
+        trusted = [one for one in trusted if self.checkpoints.keeps(one)]
         return self._newer(trusted, attempt.resume.path, attempt.resume.step)
 
     def _newer(self, held: Iterable[NodeSnapshot], path: str, step: int | None) -> NodeSnapshot | None:

@@ -36,9 +36,9 @@ STOP_GRACE_S = 30.0
 EARLY_S = 0.001
 """A timer may fire so much early."""
 
-Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "loss"]
-"""How an incident began. `signal` (numbers) and `device` stop nothing: the attempt goes on. `loss`: the loss
-guard acts."""
+Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "loss", "replicas"]
+"""How an incident began. `signal` (numbers) and `device` stop nothing: the attempt goes on. `loss`, `replicas`:
+a guard acts."""
 
 TimerName = Literal[
     "again", "backoff", "degraded", "device", "end", "evidence", "finish", "form", "gather", "hold", "last_orders",

@@ -174,7 +174,7 @@ class IncidentRecord:
 
     def down_span(self, now: float) -> tuple[float, float] | None:
         """From when until when it kept the run from training; None: it did not."""
-        if self.trigger == "loss" and self.next_attempt is None:
+        if self.trigger in ("loss", "replicas") and self.next_attempt is None:
             return None  # the attempt trains on until its plan is carried out
         false_alarm = self.trigger == "hang" and self.closed_at is not None and self.next_attempt is None
         stood_still = self.stood_still or (self.hang is not None and self.hang.kind == "stopped")
@@ -529,17 +529,17 @@ class Incidents:
         return self._breaker_holds and bool(self.held)
 
     @property
-    def _loss_waits(self) -> bool:
-        """What an operator is asked about is a loss that went wrong: nothing has stopped."""
+    def _numbers_wait(self) -> bool:
+        """What an operator is asked about is a loss that went wrong, or replicas that differ: nothing has stopped."""
         waits = self.approval_wanted or bool(self.held)
-        return self.active is not None and self.active.trigger == "loss" and waits
+        return self.active is not None and self.active.trigger in ("loss", "replicas") and waits
 
     @property
     def may_go_on(self) -> bool:
-        """The attempt trains while an operator is asked about its loss: without a word it goes on."""
+        """The attempt trains while an operator is asked about its numbers: without a word it goes on."""
         attempt = self._attempts.current
         lives = attempt is not None and not attempt.over and not self._attempts.cannot_go_on(attempt)
-        return self._loss_waits and lives
+        return self._numbers_wait and lives
 
     def suspects(self) -> dict[str, str]:
         """Node -> which open incident blames it."""
@@ -563,8 +563,8 @@ class Incidents:
             return
         if attempt.finishing or (core.state == "RECOVERING" and self.active is None):
             return  # a run whose ranks all ended well cannot break any more
-        if self._loss_waits:
-            yield from self._run_on()  # what breaks the attempt does not wait for an answer about its loss
+        if self._numbers_wait:
+            yield from self._run_on()  # what breaks the attempt does not wait for an answer about its numbers
         first = core.state in ("STARTING", "RUNNING")
         record = self.active
         if first or record is None:
@@ -871,6 +871,7 @@ class Incidents:
         members = len(attempt.members)
         lost = tuple(name for name in attempt.members if not nodes.is_present(name))
         free = sum(node.name not in attempt.member_set for node in nodes.usable())
+        from_memory = attempt.round is not None and attempt.round.snapshot is not None
         did_not_help = 0
         if record.hang is not None and record.trigger == "hang" and not self._attempts.cannot_go_on(attempt):
             did_not_help = self.lessons.did_not_help(record.hang)
@@ -889,6 +890,7 @@ class Incidents:
             replacements=free,
             nodes_min=self._core.spec.nodes_min,
             lost=lost,
+            loaded=attempt.resume.path if attempt.first_step is None and not from_memory else "",
             may_cordon=nodes.cordons.allowed_together(sorted(culprits), members, now),
             vouched=nodes.cordons.vouched_since(record.opened_at),
             may_requeue=self._scheduler.may_requeue,
@@ -1409,8 +1411,6 @@ class Degraded:
         self._failed_devices: dict[tuple[str, str, FailureClass], Finding] = {}
         """By node, device and class: in the current attempt, reported or to be reported."""
         self._devices_reported = 0
-        self._replicas_reported = False
-        """In the current attempt: corruption does not go away, and spreads."""
 
     def finding_arrived(self, finding: Finding, node: str) -> Wants:
         """`node`: whose agent has found it. A warning (about a skipped step, say) does not count."""
@@ -1464,40 +1464,6 @@ class Degraded:
             text = f"{text} (step {attempt.step})"
         why = "No restart. Checkpoints written from now on are used only if no other is left"
         yield from self._incidents.open_with_plan(OpenIncident("signal", text, at), why, "degraded")
-
-    def replicas_differ(self, event: m.ReplicasDiffer) -> Wants:
-        """Silent corruption: which rank it is, if a majority of replicas tells. No restart, but nothing is trusted that
-        was written since they were the same."""
-        attempt, core = self._attempts.live(event.attempt), self._core
-        if attempt is None or core.state != "RUNNING" or self._replicas_reported:
-            return
-        self._replicas_reported = True
-        what = f"the replicated tensors of {event.compared} ranks are not the same at step {event.step}"
-        self._attempts.checkpoints.suspect_from("replicas", event.since or attempt.formed_at, event.step)
-        if not event.odd:
-            yield note("replicas_differ", loud=True, what=what)
-            return
-        nodes = attempt.rank_nodes
-        for rank in event.odd:
-            finding = Finding(
-                rule="replica_digests",
-                failure_class=FailureClass.SILENT_DATA_CORRUPTION,
-                confidence=0.9,
-                scope="rank",
-                severity="error",
-                evidence=Evidence(text=f"{what}: rank {rank} differs from the majority", source="agent"),
-                node=nodes.get(rank, ""),
-                rank=rank,
-                at=core.now,
-                attempt=event.attempt,
-                step=event.step,
-            )
-            self._incidents.log.add_finding(finding)
-        where = ", ".join(dict.fromkeys(filter(None, (nodes.get(rank, "") for rank in event.odd))))
-        differ = "differs" if len(event.odd) == 1 else "differ"
-        text = f"{what}: {rank_names(event.odd)} on {where or 'an unknown node'} {differ} from the others"
-        why = "No restart. Checkpoints written since the replicas were the same are used only if no other is left"
-        yield from self._incidents.open_with_plan(OpenIncident("device", text, core.now), why, "degraded")
 
     def _numbers_good(self, step: int | None) -> Wants:
         """NaN weights never give a number again, so checkpoints from now on are as good as before."""
@@ -1574,5 +1540,4 @@ class Degraded:
             yield from self._incidents.close(record, f"attempt {record.attempt} has ended")
         self._failed_devices.clear()
         self._devices_reported, self._numbers_reported, self._bad_from, self._is_bad = 0, 0, None, False
-        self._replicas_reported = False
         yield cancel("device", "degraded")

@@ -26,7 +26,8 @@ fields, and changes nothing else; it calls those above it in this list:
     incidents     from the first sign of a failure to the plan that is carried out
     hangs         hangs, stopped ranks, silence
     degraded      what is wrong while the attempt goes on
-    guard         a loss that went wrong: tells, or takes the run back
+    replicas      a rank whose replica differs: tells, or takes the run back
+    guard         the same for a loss that went wrong
     operator      commands
     assignments   what each node is told
 
@@ -89,6 +90,7 @@ from supervisor.job.incidents import Conclude, Degraded, Incidents
 from supervisor.job.loss import LossGuard
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
+from supervisor.job.replicas import ReplicaGuard
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.tiers import Tiers
 from supervisor.messages import AnyEvent
@@ -166,7 +168,8 @@ class Job:
         self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, conclude)
         self.hangs = Hangs(core, nodes, attempts, self.incidents)
         self.degraded = Degraded(core, attempts, self.incidents)
-        self.guard = LossGuard(core, attempts, self.incidents)
+        self.replicas = ReplicaGuard(core, attempts, self.incidents)
+        self.guard = LossGuard(core, attempts, self.incidents, self.replicas)
         self.operator = Operator(core, nodes, attempts, self.incidents, self.scheduler, self.space, self.guard)
         self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space)
         self.saves = Saves()
@@ -228,7 +231,7 @@ class Job:
             m.SilenceSeen: self.hangs.silence_seen,
             m.NumbersSeen: self.degraded.numbers_seen,
             m.LossSeen: self.guard.seen,
-            m.ReplicasDiffer: self.degraded.replicas_differ,
+            m.ReplicasDiffer: self.replicas.differ,
             m.PaceLearned: self._pace_learned,
             # people, the scheduler, a language model
             m.OperatorCommand: self.operator.given,
@@ -709,6 +712,7 @@ class Job:
         """A new attempt. What was wrong with the one before ends with it."""
         yield from self.degraded.attempt_ends()
         self.guard.attempt_ends()
+        self.replicas.attempt_ends()
         yield from self.attempts.form(members)
 
     def _proceed(self, *, by_operator: bool = False) -> Wants:

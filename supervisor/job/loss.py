@@ -18,11 +18,13 @@ from diagnosis.signals import Evidence, Finding, LossAlarm, rank_names
 from diagnosis.taxonomy import FailureClass
 from recovery import rollback
 from recovery.checkpoint import ResumeSituation, says_step
-from recovery.policy import Plan
+from recovery.policy import SURE_ENOUGH, Plan
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts
 from supervisor.job.core import Core, GoOn, OpenIncident, Wants
 from supervisor.job.incidents import Incidents
+from supervisor.job.replicas import RULE as DIGESTS
+from supervisor.job.replicas import ReplicaGuard
 
 ROLLBACKS_KEPT: Final = 16
 CORRUPTION_UNSEEN_S: Final = 1800.0
@@ -41,8 +43,8 @@ _VERDICT: Final = {
 class LossGuard:
     """What it knows lasts as long as the job; replaying the journal brings it back."""
 
-    def __init__(self, core: Core, attempts: Attempts, incidents: Incidents) -> None:
-        self._core, self._attempts, self._incidents = core, attempts, incidents
+    def __init__(self, core: Core, attempts: Attempts, incidents: Incidents, replicas: ReplicaGuard) -> None:
+        self._core, self._attempts, self._incidents, self._replicas = core, attempts, incidents, replicas
         self._rollbacks: deque[rollback.Rollback] = deque(maxlen=ROLLBACKS_KEPT)
         self._decided: tuple[int, str] = (0, "")
         """Attempt and kind of the alarm on which it was decided last."""
@@ -186,12 +188,14 @@ class LossGuard:
             for one in near
             if one.failure_class is FailureClass.SILENT_DATA_CORRUPTION
             if one.node in attempt.member_set and one.evidence.source != "output" and one.severity != "warning"
+            if one.confidence >= SURE_ENOUGH
         )
         return next(named, None)
 
     def _leave_the_corrupt(self, finding: Finding, decided: rollback.LossPlan, at: float, attempt: Attempt) -> Wants:
         """That node's fault: back to before it can have begun, without the node; no data is to blame."""
-        situation = ResumeSituation(kind="corruption", before=finding.at - CORRUPTION_UNSEEN_S)
+        known = self._replicas.situation if finding.rule == DIGESTS else None
+        situation = known or ResumeSituation(kind="corruption", before=finding.at - CORRUPTION_UNSEEN_S)
         checkpoint, _ = self._attempts.checkpoints.preview(situation, attempt.members)
         verdict = Verdict(
             failure_class=FailureClass.SILENT_DATA_CORRUPTION,
@@ -213,16 +217,21 @@ class LossGuard:
         """An operator has taken over: what was done before does not bind the guard."""
         self._rollbacks.clear()
         self._overruled = False
+        self._replicas.start_anew()
 
     def overrule(self) -> None:
         """An operator has undone a rollback."""
         self._overruled = True
+        self._replicas.overrule()
 
     def let_go_on(self, why: str) -> Wants:
         """Nobody has approved the plan, and the attempt trains: it goes on. Until it is well, the guard only tells."""
-        attempt = self._attempts.current
-        self._let_go_on, self._planned = attempt.number if attempt is not None else 0, None
-        self._trust_again()
+        attempt, active = self._attempts.current, self._incidents.active
+        if active is not None and active.trigger == "replicas":
+            self._replicas.let_go_on()
+        else:
+            self._let_go_on, self._planned = attempt.number if attempt is not None else 0, None
+            self._trust_again()
         yield GoOn(f"{why}: the attempt goes on as it is")
 
     def _trust_again(self) -> None:

@@ -134,6 +134,26 @@ def test_nothing_is_done_about_nothing_unless_the_run_is_broken() -> None:
     assert plan(verdict(FailureClass.NONE, "none"), EIGHT).kind == "restart"
 
 
+@pytest.mark.parametrize(
+    ("text", "loaded", "sure", "path"),
+    [
+        ("RuntimeError: PytorchStreamReader failed reading zip archive", "/c/step-300", 0.9, "/c/step-300"),
+        ("EOFError: Ran out of input", "/c/step-300", 0.4, None),
+        ("RuntimeError: PytorchStreamReader failed reading zip archive", "", 0.9, None),
+        ("RuntimeError: Error(s) in loading state_dict for GPT:", "/c/step-300", 0.9, None),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_makes_way_and_one_that_does_not_fit_stays(
+    text: str, loaded: str, sure: float, path: str | None
+) -> None:
+    said = verdict(FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH, "rollback_and_restart", sure, node="")
+    said = replace(said, evidence=(Evidence(text=text),))
+    found = plan(said, replace(EIGHT, loaded=loaded))
+    assert found.kind == "restart"
+    assert (found.rollback.path if found.rollback is not None else None) == path
+    assert plan(said, replace(EIGHT, loaded=loaded, deterministic=True)).kind == "stop"
+
+
 def test_a_spent_budget_stops_and_preemption_is_free() -> None:
     spent = replace(EIGHT, delay_s=None)
     assert plan(verdict(FailureClass.WORKER_CRASH), spent).exit_code == BUDGET_SPENT

@@ -5,7 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diagnosis.signals import LossAlarm
-from recovery.rollback import MOST_SKIPPED, PLACES, TRIES, LossCase, Rollback, margin, plan_for
+from recovery.checkpoint import ResumeSituation
+from recovery.rollback import (
+    MOST_SKIPPED,
+    PLACES,
+    TRIES,
+    LossCase,
+    ReplicaCase,
+    Rollback,
+    before_corruption,
+    margin,
+    plan_for,
+    plan_for_replicas,
+)
 
 
 def spike(step: int | None, interval: int = 1, kind: str = "spike") -> LossAlarm:
@@ -110,3 +122,29 @@ def test_bounds_that_always_hold(case: LossCase) -> None:
     assert plan.step is not None
     assert plan.step <= limit < case.alarm.step or case.alarm.step == 0
     assert len(case.before) < 5 * PLACES * TRIES
+
+
+@pytest.mark.parametrize(
+    ("named", "seen_equal", "step", "before", "kind", "told"),
+    [
+        (True, True, 300, 0, "rollback", 300),
+        (True, True, 300, TRIES - 1, "rollback", 300),
+        (True, True, 300, TRIES, "hold", 300),
+        (False, True, 300, 0, "hold", 300),
+        (True, True, None, 0, "hold", None),
+        (True, False, 300, 0, "hold", None),
+    ],
+)
+def test_replicas_that_differ(
+    named: bool, seen_equal: bool, step: int | None, before: int, kind: str, told: int | None
+) -> None:
+    situation = before_corruption(4, 50.0, 60.0, 310)
+    assert (situation.not_after_step, situation.before, situation.snapshot) == (310, 60.0, (4, 310))
+    case = ReplicaCase(named=named, seen_equal=seen_equal, situation=situation, step=step, before=before)
+    found = plan_for_replicas(case)
+    assert (found.kind, found.step) == (kind, told)
+
+
+@pytest.mark.parametrize("agreed_at", [None, 60.0])
+def test_where_this_attempt_never_saw_them_equal_only_what_was_there_before_counts(agreed_at: float | None) -> None:
+    assert before_corruption(4, 50.0, agreed_at, None) == ResumeSituation(kind="corruption", before=50.0)

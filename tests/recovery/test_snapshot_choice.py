@@ -66,9 +66,16 @@ def test_a_majority_of_three_names_the_odd_rank(digests: str, odd: tuple[int, ..
     assert odd_ranks({rank: (digest,) for rank, digest in enumerate(digests)}) == odd
 
 
-def replica(rank: int, step: int, digest: str, *, members: int = 3, group: str = "g") -> RankSnapshot:
+def replica(rank: int, step: int, digest: str, *, members: int = 3, group: str = "g", attempt: int = 1) -> RankSnapshot:
     return RankSnapshot(
-        rank=rank, world=8, attempt=1, step=step, at=float(step), group=group, members=members, digests=("same", digest)
+        rank=rank,
+        world=8,
+        attempt=attempt,
+        step=step,
+        at=float(step),
+        group=group,
+        members=members,
+        digests=("same", digest),
     )
 
 
@@ -77,8 +84,16 @@ def test_groups_are_compared_when_all_have_told_and_once() -> None:
     assert watch.observe([replica(0, 10, "a"), replica(1, 10, "a"), replica(2, 10, "a")]) == []
     assert watch.observe([replica(0, 20, "a"), replica(1, 20, "b")]) == []
     [found] = watch.observe([replica(2, 20, "a")])
-    assert (found.step, found.odd, found.ranks, found.agreed_at) == (20, (1,), 3, 10.0)
+    assert (found.step, found.odd, found.ranks) == (20, (1,), 3)
+    assert (found.agreed_at, found.agreed_step) == (10.0, 10)
     assert watch.observe([replica(0, 20, "a"), replica(1, 20, "b"), replica(2, 20, "a")]) == []
+
+
+def test_what_an_earlier_attempt_agreed_on_is_no_step_of_this_one() -> None:
+    watch = ReplicaWatch()
+    watch.observe([replica(rank, 10, "a") for rank in range(3)])
+    [found] = watch.observe([replica(rank, 5, "aab"[rank], attempt=2) for rank in range(3)])
+    assert (found.attempt, found.odd, found.agreed_at, found.agreed_step) == (2, (2,), 10.0, None)
 
 
 def test_other_groups_and_shards_are_not_compared() -> None:

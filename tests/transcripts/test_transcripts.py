@@ -242,6 +242,19 @@ class Script:
         )
         self.tell(m.FindingArrived(at=self.now, node=node, finding=finding))
 
+    def do_replicas(self, odd: str, step: str, since: str) -> None:
+        """Rank `odd` differs from the others in the snapshot of `step`; in that of `since` they were the same."""
+        told = m.ReplicasDiffer(
+            at=self.now,
+            attempt=self.attempt.number,
+            step=int(step),
+            compared=self.local * len(self.attempt.members),
+            odd=(int(odd),),
+            since=BEGAN + int(since),
+            since_step=int(since),
+        )
+        self.tell(told)
+
     def do_checkpoints(self, node: str, *found: str) -> None:
         """Each is STEP, or STEP! for a torn one; saved as many seconds after the beginning."""
         seen = tuple(

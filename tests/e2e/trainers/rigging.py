@@ -102,6 +102,11 @@ def skips(step: int) -> bool:
     return _due("skip", step)
 
 
+def damages(how: str, step: int) -> bool:
+    """Whether this rank's weights go wrong at this step, in this way."""
+    return _due(how, step)
+
+
 def tearing(step: int, path: Path, data: bytes) -> None:
     """Die in the middle of writing `data` to `path`, if that is this rank's fault at this step."""
     if _due("tear", step):

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from diagnosis.incident import Culprit, Verdict
+from diagnosis.signals import LossAlarm
 from diagnosis.taxonomy import FailureClass
-from recovery.checkpoint import Checkpoint
+from recovery.checkpoint import Checkpoint, SetAside
+from recovery.rollback import TRIES
 from recovery.snapshot_choice import NodeSnapshot
 from supervisor import messages as m
 
@@ -80,20 +82,161 @@ def test_what_was_written_while_the_numbers_were_wrong_is_not_used_now_nor_later
     assert again(driver, 5, attempt=3) == (3, 5)
 
 
-def test_the_odd_replica_is_an_incident_that_stops_nothing(running: Any) -> None:
-    driver = running("a", "b")
+@pytest.fixture
+def training(running: Any) -> Any:
+    """Four ranks on a and b, c is spare, at step 450; checkpoints of 100 to 400; replicas were the same at step 310."""
+
+    def start(guard: str = "enforce", spare: str = "c", **more: Any) -> Any:
+        driver = running("a", "b", nodes_min=2, nodes_max=2, loss_guard=guard, **more)
+        if spare:
+            driver.join(spare, spare=True)
+        save(driver, *(100, 200, 300, 400))
+        driver.tell(m.Progressed, attempt=1, step=450)
+        return driver
+
+    return start
+
+
+def save(driver: Any, *steps: int) -> None:
+    """Each is written so many tenths of a second after the beginning."""
+    found = tuple(
+        Checkpoint(path=f"/c/step-{step}", step=step, format="x", complete=True, modified_at=1000.0 + step / 10)
+        for step in steps
+    )
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=found, after=max(0.0, 1000.0 + max(steps) / 10 - driver.now))
+
+
+def differ(driver: Any, *odd: int, since: int | None = 310, step: int = 320) -> None:
+    """Ranks `odd` differ at `step`; all were the same at step `since` of this attempt."""
+    at = None if since is None else 1000.0 + since / 10
+    driver.tell(m.ReplicasDiffer, attempt=driver.number, step=step, compared=4, odd=odd, since=at, since_step=since)
+
+
+def offer(driver: Any, *held: tuple[int, int]) -> None:
+    for place, name in enumerate(driver.job.attempt.members):
+        snapshots = tuple(
+            NodeSnapshot(attempt=one, step=step, first_rank=2 * place, ranks=2, world=4, at=1000.0 + step / 10)
+            for one, step in held
+        )
+        given = m.StoreOffer(host=name, port=1, local_world_size=2, snapshots=snapshots)
+        driver.tell(m.LauncherReady, node=name, attempt=driver.number, offer=given)
+
+
+def test_the_run_goes_back_to_before_the_replicas_differed_and_leaves_the_node_out(training: Any) -> None:
+    driver = training()
+    differ(driver, 2)
+    [incident] = driver.job.incidents.log.records
+    assert (incident.trigger, incident.verdict.failure_class) == ("replicas", FailureClass.SILENT_DATA_CORRUPTION)
+    assert [(one.node, one.rank) for one in incident.verdict.culprits] == [("b", 2)]
+    assert [one.node for one in incident.plan.cordons] == ["b"]
+    assert incident.plan.rollback.not_after_step == 310
+    assert driver.job.incidents.budget.used == 1
+    attempt = driver.job.attempt
+    assert (attempt.number, attempt.members, attempt.resume.step) == (2, ("a", "c"), 300)
+    assert [one.path for one in attempt.prepare if isinstance(one, SetAside)] == ["/c/step-400"]
+    assert driver.replayed().attempt.resume == attempt.resume
+
+
+@pytest.mark.parametrize(("held", "chosen"), [((310, 320), (1, 310)), ((320, 330), None), ((305,), None)])
+def test_only_the_snapshot_in_which_they_were_the_same_may_be_gone_back_to(
+    training: Any, held: tuple[int, ...], chosen: Any
+) -> None:
+    driver = training(spare="")  # nobody takes b's place, so the ranks are where they were
+    differ(driver, 2)
+    offer(driver, *((1, step) for step in held))
+    assert driver.told["a"].round.snapshot == chosen
+    assert driver.job.attempt.resume.step == 300
+    driver.up(311)
+    assert again(driver, 310, at=1031.0) is None, "an attempt has started from before it: that is another past"
+
+
+def test_replicas_that_differ_from_the_start_of_an_attempt_lead_back_to_what_was_there(training: Any) -> None:
+    driver = training()
+    differ(driver, 2)
+    driver.up(301)
+    save(driver, 300, 500)
+    driver.tell(m.ReplicasDiffer, after=5, attempt=2, step=510, compared=4, odd=(1,), since=1031.0)
+    if driver.state == "RECOVERING":
+        driver.fire("backoff")
+    assert (driver.number, driver.job.attempt.resume.step) == (3, 300)
+
+
+@pytest.mark.parametrize(
+    ("guard", "since", "command"),
+    [
+        ("off", 310, ""),
+        ("recommend", 310, "rollback 300"),
+        ("recommend", 90, ""),
+        ("enforce", 90, ""),
+        ("enforce", None, ""),
+    ],
+)
+def test_what_is_only_told(training: Any, guard: str, since: int | None, command: str) -> None:
+    """Where nobody is to act, nothing is old enough, or nothing proves that they should be the same."""
+    driver = training(guard)
     driver.verdict = CORRUPT
-    agreed_at = driver.now
-    driver.now += 10
-    checkpoint(driver, 20)
-    driver.tell(m.ReplicasDiffer, attempt=1, step=20, compared=4, odd=(2,), since=agreed_at)
+    differ(driver, 2, since=since)
     assert driver.state == "RUNNING"
+    [told] = [one for one in driver.actions if isinstance(one, m.Note) and one.kind == "incident_goes_on"]
+    assert ("unbroken" in str(told.arguments["why"])) == bool(command)
+    assert command in str(told.arguments["why"])
     [finding] = driver.seen[-1].findings
-    assert (finding.failure_class, finding.node, finding.rank) == (FailureClass.SILENT_DATA_CORRUPTION, "b", 2)
-    assert [one.suspect for one in driver.job.checkpoints.candidates()] == [True]
+    assert (finding.node, finding.rank, finding.confidence > 0.5) == ("b", 2, since is not None)
+    assert all(one.suspect == ((one.step or 0) > (since or 0)) for one in driver.job.checkpoints.candidates())
     total = driver.job.incidents.log.total
-    driver.tell(m.ReplicasDiffer, attempt=1, step=30, compared=4, odd=(2,))
+    differ(driver, 2, since=since, step=330)
     assert driver.job.incidents.log.total == total == 1
+
+
+def test_after_two_times_and_with_a_spent_budget_it_is_only_told(training: Any) -> None:
+    driver = training(max_restarts=9)
+    for _ in range(TRIES):
+        differ(driver, 0)
+        if driver.state == "RECOVERING":
+            driver.fire("backoff")
+        driver.up(301)
+    number = driver.number
+    assert number == 1 + TRIES
+    differ(driver, 0)
+    assert (driver.state, driver.number) == ("RUNNING", number)
+    spent = training(max_restarts=0)
+    differ(spent, 2)
+    assert (spent.state, spent.number) == ("RUNNING", 1)
+
+
+def test_a_person_is_asked_and_the_attempt_trains_on(training: Any) -> None:
+    driver, approved = training(), training()
+    for one in (driver, approved):
+        one.order("mode", "recommend")
+        differ(one, 2)
+        assert one.state == "RECOVERING"
+    driver.order("reject")
+    assert (driver.state, driver.number) == ("RUNNING", 1)
+    wrong = LossAlarm(kind="spike", step=440)
+    driver.tell(m.LossSeen, attempt=1, alarm=wrong, step=450)
+    assert driver.job.incidents.approval_wanted, "that was about the replicas, not about the loss"
+    approved.order("approve")
+    assert (approved.number, approved.job.attempt.resume.step) == (2, 300)
+
+
+@pytest.mark.parametrize(("since", "left_out"), [(None, []), (90, ["b"])])
+def test_a_nan_is_blamed_on_the_odd_rank_only_if_it_was_like_the_others(
+    training: Any, since: int | None, left_out: list[str]
+) -> None:
+    driver = training()
+    driver.verdict = CORRUPT
+    differ(driver, 2, since=since)
+    driver.tell(m.LossSeen, attempt=1, alarm=LossAlarm(kind="nan", step=440), step=450)
+    assert [one.node for one in driver.job.incidents.log.newest.plan.cordons] == left_out
+    assert driver.number == 1 + len(left_out)
+
+
+def test_a_loss_that_comes_back_does_not_make_replicas_equal(training: Any) -> None:
+    driver = training()
+    driver.order("mode", "recommend")
+    differ(driver, 2)
+    driver.tell(m.LossSeen, attempt=1, alarm=None, step=330)
+    assert driver.job.incidents.approval_wanted
 
 
 def test_two_replicas_blame_nobody(running: Any) -> None:
