@@ -201,6 +201,8 @@ class RankClock(Frozen, frozen=True, kw_only=True, array_like=True):
     """The longest of the last 50 to 100."""
     input_share: float | None = None
     """Share of the last half minute or so in which it has waited for data; None: it has no data loader of torch's."""
+    step: int | None = None
+    """The run's step, where the output and the clock go together (`diagnosis.step_match`); None: not known."""
 
 
 class RankSample(Frozen, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ from diagnosis import rules
 from diagnosis.logs.steps import LASTING, LossCurves, StepReader
 from diagnosis.rules import Rules
 from diagnosis.signals import Finding, Frozen, LossAlarm, Phase, ProcessState, RankClock, RankSample
+from diagnosis.step_match import StepMatch, match
 from supervisor.agent.procfs import RankProcessReader, blocked
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
@@ -294,7 +295,7 @@ class RankTracker:
             return
         self._newest = beacon
         self._read_losses(beacon, before)
-        self._clock.add(self._now(), beacon.clock)
+        self._clock.add(self._now(), beacon.clock, self._step)
         if beacon.clock.at > before.clock.at:
             self._moved_at = max(self._moved_at, min(self._now(), beacon.clock.at))
         if beacon.groups != before.groups:
@@ -469,6 +470,7 @@ _FIGURES, _FIGURES_AT = struct.Struct("=6d"), 4040
 MAX_GROUPS = 32
 WINDOW_S = 30.0
 KEPT_EACH_S = 3.0
+PAIRS = 32
 
 
 class ClockReading(NamedTuple):
@@ -519,10 +521,21 @@ class ClockWindow:
         self._kept: deque[tuple[float, ClockReading]] = deque()
         """One for every `KEPT_EACH_S`, of `WINDOW_S`; the first is the oldest, ..."""
         self._newest = ClockReading()
+        self._pairs: deque[tuple[int, int]] = deque(maxlen=PAIRS)
+        """(count, told step), each from when a new step was told."""
+        self._told: int | None = None
+        self._match: StepMatch | None = None
 
-    def add(self, now: float, reading: ClockReading) -> None:
-        """What the beacon shows at `now`."""
+    def add(self, now: float, reading: ClockReading, told: int | None) -> None:
+        """What the beacon shows at `now`; `told`: the newest step of the output, read before."""
         self._newest = reading
+        if told != self._told:
+            if told is not None and self._told is not None and told < self._told:
+                self._pairs.clear()  # another counter is believed
+            self._told = told
+            if told is not None and reading.steps:
+                self._pairs.append((reading.steps, told))
+                self._match = match(self._pairs)
         if not self._kept or now - self._kept[-1][0] >= KEPT_EACH_S:
             self._kept.append((now, reading))
             while now - self._kept[0][0] > WINDOW_S:
@@ -543,6 +556,7 @@ class ClockWindow:
             step_s=float(f"{(newest.at - before.at) / steps:.4g}") if steps > 0 else None,
             slowest_s=float(f"{newest.slowest_s:.4g}"),
             input_share=None if share is None else round(min(1.0, share), 3),
+            step=None if self._match is None else max(self._match.step(newest.steps), self._told or 0),
         )
 
 

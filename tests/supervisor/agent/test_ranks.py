@@ -190,11 +190,11 @@ def test_the_figures_of_the_step_clock_are_numbers_or_nothing(data: bytes, read:
 def test_the_step_clock_over_half_a_minute() -> None:
     """A slow beginning counts until it is long ago; a rank that stands still goes on waiting."""
     window = ClockWindow()
-    window.add(0.0, ClockReading())
+    window.add(0.0, ClockReading(), None)
     assert window.sample(0.0) is None
     for second in range(1, 41):
         steps = second * 2
-        window.add(float(second), ClockReading(steps, second - 0.1, 0.5, steps, second * 0.25, steps))
+        window.add(float(second), ClockReading(steps, second - 0.1, 0.5, steps, second * 0.25, steps), None)
         if second == 2:
             assert window.sample(2.0) == RankClock(steps=4, age_s=0.1, step_s=None, slowest_s=0.5)
     assert window.sample(40.0) == RankClock(steps=80, age_s=0.1, step_s=0.5, slowest_s=0.5, input_share=0.25)
@@ -203,9 +203,25 @@ def test_the_step_clock_over_half_a_minute() -> None:
 
 def test_a_compiled_optimizer_has_times_and_no_steps_and_other_loaders_no_share() -> None:
     window = ClockWindow()
-    window.add(0.0, ClockReading(at=0.0))
-    window.add(10.0, ClockReading(at=9.5))
+    window.add(0.0, ClockReading(at=0.0), None)
+    window.add(10.0, ClockReading(at=9.5), None)
     assert window.sample(10.0) == RankClock(steps=0, age_s=0.5)
+
+
+def test_the_step_between_two_lines(make_probe: Callable[[], tuple[RankTracker, Path]], tmp_path: Path) -> None:
+    """The output tells every tenth step of a run that has resumed at 400."""
+    probe, output = make_probe()
+    path = LocalPaths(str(tmp_path)).rank_file(1, 0, "beacon")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for count in range(1, 58):
+        path.write_bytes(page(count, 1.0 + count, 0.5, count, 0, 0))
+        if not count % 10:
+            with output.open("a") as file:
+                file.write(f"step {400 + count} loss 2.5\n")
+        probe.look()
+    sample = probe.sample()
+    assert sample.clock is not None
+    assert (sample.step, sample.clock.step, sample.clock.steps) == (450, 457, 57)
 
 
 def test_a_step_of_the_clock_is_progress(make_probe: Callable[[], tuple[RankTracker, Path]], tmp_path: Path) -> None:
