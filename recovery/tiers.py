@@ -46,17 +46,26 @@ class SaveKey(NamedTuple):
     stamp: int
 
 
-class SavePart(Frozen, frozen=True, kw_only=True):
-    """What one node wrote of one save."""
+class Versioned(Frozen, frozen=True, kw_only=True):
+    """Has a save's name and says which version of it."""
 
     name: str
     """Of the save: relative to the checkpoint folder."""
-    owner: str
-    """The node that wrote it."""
     attempt: int = 0
     """The attempt whose ranks wrote it; 0: before this job's first one on this node."""
     stamp: int = 0
     """Of a single file, which the next save may overwrite: its time in us. 0 for a folder."""
+
+    @property
+    def key(self) -> SaveKey:
+        return SaveKey(self.name, self.attempt, self.stamp)
+
+
+class SavePart(Versioned, frozen=True, kw_only=True):
+    """What one node wrote of one save."""
+
+    owner: str
+    """The node that wrote it."""
     format: str
     step: int | None = None
     modified_at: float = 0.0
@@ -72,41 +81,23 @@ class SavePart(Frozen, frozen=True, kw_only=True):
     """Files that stood still were written again by the same attempt: its versions cannot be told apart."""
 
     @property
-    def key(self) -> SaveKey:
-        return SaveKey(self.name, self.attempt, self.stamp)
-
-    @property
     def size_bytes(self) -> int:
         return sum(file.size for file in self.files)
 
 
-class PublishedSave(Frozen, frozen=True, kw_only=True):
+class PublishedSave(Versioned, frozen=True, kw_only=True):
     """A save that is whole in the shared folder, by the job's own record."""
 
-    name: str
-    attempt: int = 0
-    stamp: int = 0
     format: str
     step: int | None = None
     modified_at: float = 0.0
     size_bytes: int = 0
 
-    @property
-    def key(self) -> SaveKey:
-        return SaveKey(self.name, self.attempt, self.stamp)
 
-
-class NotBrought(Frozen, frozen=True, kw_only=True):
+class NotBrought(Versioned, frozen=True, kw_only=True):
     """A save that a node could not get."""
 
-    name: str
-    attempt: int = 0
-    stamp: int = 0
     why: str
-
-    @property
-    def key(self) -> SaveKey:
-        return SaveKey(self.name, self.attempt, self.stamp)
 
 
 class NodeTiers(Frozen, frozen=True, kw_only=True):
@@ -140,20 +131,13 @@ class OwnedFile(Frozen, frozen=True, kw_only=True, array_like=True):
     owner: str
 
 
-class Save(Frozen, frozen=True, kw_only=True):
+class Save(Versioned, frozen=True, kw_only=True):
     """One save with the files of all its parts: what is committed, and what is brought back."""
 
-    name: str
-    attempt: int = 0
-    stamp: int = 0
     format: str
     step: int | None = None
     modified_at: float = 0.0
     files: tuple[OwnedFile, ...] = ()
-
-    @property
-    def key(self) -> SaveKey:
-        return SaveKey(self.name, self.attempt, self.stamp)
 
     @property
     def owners(self) -> tuple[str, ...]:
