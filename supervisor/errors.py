@@ -6,6 +6,7 @@
     │   └── JobRunsAlready          another `unbroken run` has this job
     ├── CheckRefused                `unbroken check` was asked for something that does not exist
     │   └── TreeNotFound            there is no captured tree to look at
+    ├── ActiveTestsImpossible       no active test can be made on this node, or with these
     ├── JobNotFound                 there is no such job folder, journal or incident
     ├── TraceUnreadable             a trace cannot be read, or is none (diagnose.traces)
     ├── RuleNotFound                no proposed rule of this name waits
@@ -110,6 +111,12 @@ class CheckRefused(UnbrokenError):
     """What was asked of `unbroken check` does not exist. The text says what does."""
 
     exit_code = ExitCode.WRONG_USAGE
+
+
+class ActiveTestsImpossible(UnbrokenError):
+    """No test can be made here, or the nodes do not find each other. The text says why, and what to do."""
+
+    exit_code = ExitCode.NOT_KNOWN
 
 
 class TreeNotFound(CheckRefused):

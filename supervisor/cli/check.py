@@ -95,6 +95,17 @@ RIGHTS: Final = "rights"
     help="Have the agents here let go of the GPUs: 10m; 0: use them again.",
 )
 @click.option("--node-name", default="", help="Name of this node.  [host name]")
+@click.option(
+    "--active",
+    type=click.Choice(["quick", "full"]),
+    is_flag=False,
+    flag_value="quick",
+    help="Test devices, and pairs of nodes under srun: quick within a minute, full within ten.  [quick]",
+)
+@click.option("--python", default="", metavar="PATH", help="With --active: the training Python.  [torchrun's]")
+@click.option("--meet", default="", metavar="DIR", help="With --active, without Slurm: folder that all nodes share.")
+@click.option("--nodes", type=click.IntRange(2, 4096), metavar="N", help="With --meet: how many nodes take part.")
+@click.option("--node-rank", type=click.IntRange(0), metavar="R", help="With --meet: this one's number; 0 leads.")
 def check(
     only: tuple[str, ...],
     skip: tuple[str, ...],
@@ -111,6 +122,11 @@ def check(
     state_dir: Path | None,
     release_gpus: str,
     node_name: str,
+    active: str | None,
+    python: str,
+    meet: str,
+    nodes: int | None,
+    node_rank: int | None,
 ) -> None:
     """Say what is wrong with this node now.
 
@@ -120,6 +136,8 @@ def check(
         sys.exit(release_gpus_here(release_gpus, local_dir))
     if form == RIGHTS:
         sys.exit(_rights(site_file))
+    if active:
+        sys.exit(_active(active, form, site_file, as_json, node_name, python, (meet, nodes or 0, node_rank), only))
     given = FORMS.get(form or "", SlurmForm(False, (), 20.0))
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
     last_resort: threading.Timer | None = None
@@ -154,6 +172,42 @@ def check(
         if last_resort is not None:
             last_resort.cancel()
     sys.exit(code)
+
+
+def _active(
+    suite: str,
+    form: str | None,
+    site_file: str,
+    as_json: bool,
+    node_name: str,
+    python: str,
+    place: tuple[str, int, int | None],
+    only: tuple[str, ...],
+) -> int:
+    """The active tests. As Slurm's program: a fault of ours never drains a node."""
+    from supervisor.cli.active import FLOORS, ActiveOptions, check_active
+
+    meet, nodes, rank = place
+    try:
+        site = _site(site_file, None, lenient=form is not None, as_json=as_json)
+        options = ActiveOptions(
+            suite=suite,
+            node=node_name,
+            python=python,
+            meet=meet,
+            nodes=nodes,
+            leads=None if rank is None else rank == 0,
+            only=only,
+            floors=site.site.limits.get(FLOORS, {}),
+            as_json=as_json,
+            slurm_form=form is not None,
+        )
+        return check_active(options)
+    except Exception as error:
+        if form is None:
+            raise
+        warn(f"the active tests failed: {error!r:.300}")
+        return 0
 
 
 def _rights(site_file: str) -> int:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from supervisor import config
+from supervisor.cli.active import qualify
 from supervisor.cli.advise import advise
 from supervisor.cli.check import check
 from supervisor.cli.checkpoints import group as checkpoints
@@ -278,7 +279,7 @@ def replay(journal: Path, as_json: bool) -> None:
     sys.exit(ExitCode.NOT_DONE if found else ExitCode.DONE)
 
 
-for each in (check, checkpoints, drain_requests, advise, trace, *JOB_COMMANDS, *OPERATOR_COMMANDS):
+for each in (check, qualify, checkpoints, drain_requests, advise, trace, *JOB_COMMANDS, *OPERATOR_COMMANDS):
     main.add_command(each)
 
 if __name__ == "__main__":

@@ -1,0 +1,211 @@
+"""What the figures of active tests say of nodes and GPUs, beside those of others of their kind. Pure.
+
+A device fails where it is worse than the median of its kind by the margin and by three times the usual spread, and is
+so again when the test is repeated. Wrong data and other bits are faults of their own. Absolute limits are a site's to
+set. With too few to compare with, nothing is said: *unknown*.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from msgspec.structs import replace
+
+from diagnosis.signals import Frozen
+from recovery.ledger import TestResult, TestVerdict
+
+GPU_MARGIN: Final = 0.1
+CPU_MARGIN: Final = 0.5
+"""CPUs are shared with the system, and differ from run to run."""
+ENOUGH: Final = 4
+"""So many figures of one kind, its own included, are enough to compare."""
+SPREADS: Final = 3.0 * 1.4826
+LESS_IS_BETTER: Final = frozenset({"s"})
+"""Units. Of all others more is better."""
+
+Key = tuple[str, str, str]
+"""Node, GPU, test."""
+
+
+class Figure(Frozen, frozen=True, kw_only=True):
+    """What one test gave on one device."""
+
+    node: str
+    gpu: str = ""
+    test: str
+    kind: str = ""
+    value: float | None = None
+    """The median of its repetitions."""
+    unit: str = ""
+    digest: str = ""
+    fault: str = ""
+    """Wrong data, or an error of the device: why, in words."""
+    hung: str = ""
+    """The test did not come to its end: where, in words."""
+    unfinished: str = ""
+    """It could not be made, for a reason that is not the device's: why, in words."""
+    seconds: float = 0.0
+    at: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return self.node, self.gpu, self.test
+
+
+class Usual(NamedTuple):
+    """Of one test on one kind."""
+
+    median: float
+    spread: float
+    size: int
+
+
+def margin_of(kind: str) -> float:
+    return CPU_MARGIN if kind.endswith(" CPU") else GPU_MARGIN
+
+
+def judge(
+    figures: Sequence[Figure],
+    *,
+    earlier: Iterable[Figure] = (),
+    again: Iterable[Figure] = (),
+    floors: Mapping[str, float] | None = None,
+) -> tuple[TestResult, ...]:
+    """A result for each figure. `earlier`: of other nodes, kept from before. `again`: of repeated tests. `floors`: test
+    -> what a site demands.
+
+    What `to_repeat` names and `again` has not is unknown.
+    """
+    usual = usual_values([*figures, *earlier])
+    bits = _usual_digests([*figures, *earlier])
+    second = {figure.key: figure for figure in again}
+    repeated = {figure.node for figure in second.values()}
+    found = []
+    for figure in figures:
+        result = _result(figure, second.get(figure.key), usual, bits, floors or {})
+        if figure.hung and figure.key not in second and figure.node in repeated:
+            result = replace(result, reason=f"{figure.hung}; not when it was repeated")
+        found.append(result)
+    return tuple(found)
+
+
+def to_repeat(results: Iterable[TestResult], figures: Iterable[Figure]) -> tuple[Key, ...]:
+    """The tests that are to be made once more before they count against a device."""
+    of_key = {figure.key: figure for figure in figures}
+    return tuple(
+        key
+        for one in results
+        if one.verdict == "unknown"
+        and one.reason.startswith(NOT_REPEATED)
+        and (key := (one.node, one.gpu, one.test)) in of_key
+    )
+
+
+NOT_REPEATED: Final = "to be repeated: "
+
+
+def usual_values(figures: Iterable[Figure]) -> dict[tuple[str, str], Usual]:
+    """(Kind, test) -> what is usual."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for figure in figures:
+        if figure.value is not None:
+            values.setdefault((figure.kind, figure.test), []).append(figure.value)
+    found = {}
+    for key, some in values.items():
+        middle = statistics.median(some)
+        found[key] = Usual(middle, statistics.median(abs(one - middle) for one in some), len(some))
+    return found
+
+
+def _usual_digests(figures: Iterable[Figure]) -> dict[tuple[str, str], tuple[str, int, int]]:
+    """(Kind, test) -> the digest of most, how many have it, of how many. Empty: there is no majority."""
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    for figure in figures:
+        if figure.digest and not figure.fault:
+            counts.setdefault((figure.kind, figure.test), Counter())[figure.digest] += 1
+    found = {}
+    for key, some in counts.items():
+        digest, have = some.most_common(1)[0]
+        found[key] = (digest if 2 * have > some.total() else "", have, some.total())
+    return found
+
+
+def _result(
+    figure: Figure,
+    second: Figure | None,
+    usual: Mapping[tuple[str, str], Usual],
+    bits: Mapping[tuple[str, str], tuple[str, int, int]],
+    floors: Mapping[str, float],
+) -> TestResult:
+    verdict, reason = _judged(figure, usual, bits, floors)
+    if verdict == "fail" and not figure.fault:
+        if second is None:
+            verdict, reason = "unknown", NOT_REPEATED + reason
+        else:
+            verdict, later = _judged(second, usual, bits, floors)
+            reason = f"{reason}; repeated: {later}" if verdict == "fail" else f"at first {reason}; repeated: {later}"
+            figure = second
+    return TestResult(
+        node=figure.node,
+        gpu=figure.gpu,
+        test=figure.test,
+        value=figure.value,
+        unit=figure.unit,
+        digest=figure.digest,
+        verdict=verdict,
+        reason=reason,
+        at=figure.at,
+        kind=figure.kind,
+        seconds=figure.seconds,
+    )
+
+
+def _judged(
+    figure: Figure,
+    usual: Mapping[tuple[str, str], Usual],
+    bits: Mapping[tuple[str, str], tuple[str, int, int]],
+    floors: Mapping[str, float],
+) -> tuple[TestVerdict, str]:
+    if figure.fault:
+        return "fail", figure.fault
+    if figure.hung:
+        return "fail", figure.hung
+    if figure.unfinished:
+        return "unknown", figure.unfinished
+    if figure.digest:
+        return _judged_digest(figure, *bits[figure.kind, figure.test])
+    if figure.value is None:
+        return "pass", "all data is right"
+    return _judged_value(figure, figure.value, usual.get((figure.kind, figure.test)), floors)
+
+
+def _judged_digest(figure: Figure, digest: str, have: int, count: int) -> tuple[TestVerdict, str]:
+    if count < 2:
+        return "pass", "every run gave the same bits; no other device of its kind to compare with"
+    if figure.digest == digest:
+        return "pass", f"the same bits as {have - 1} of {count - 1} others of its kind"
+    if digest and have >= 2:
+        return "fail", f"{have} of {count} devices of its kind agree on other bits"
+    return "unknown", f"{count} devices of its kind do not agree on any bits: there is no majority"
+
+
+def _judged_value(
+    figure: Figure, value: float, usual: Usual | None, floors: Mapping[str, float]
+) -> tuple[TestVerdict, str]:
+    less = figure.unit in LESS_IS_BETTER
+    floor = floors.get(figure.test)
+    if floor is not None and (value > floor if less else value < floor):
+        return "fail", f"{value:.4g} {figure.unit}, the site demands {floor:.4g}"
+    if usual is None or usual.size < ENOUGH:
+        if floor is not None:
+            return "pass", f"{value:.4g} {figure.unit}, the site demands {floor:.4g}"
+        others = usual.size - 1 if usual is not None else 0
+        return "unknown", f"{value:.4g} {figure.unit}; {others} others of its kind are too few to compare with"
+    worse = value / usual.median - 1.0 if less else 1.0 - value / usual.median
+    reason = f"{value:.4g} {figure.unit}, the median of {usual.size} is {usual.median:.4g}"
+    if worse >= margin_of(figure.kind) and abs(value - usual.median) > SPREADS * usual.spread:
+        return "fail", f"{100 * worse:.0f} % worse than others of its kind: {reason}"
+    return "pass", reason

@@ -1,0 +1,264 @@
+"""What the suite consists of, how long each part may take, and what the children's reports say. Pure but for `run_*`.
+
+Quick: within a minute altogether. Full: within ten. Both are told beforehand, and kept: a part for which no time is
+left is not begun, and said to be unknown.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from msgspec.structs import replace
+
+from diagnosis.signals import clean_line
+from recovery.active_verdicts import Figure
+from recovery.group_tests import GroupOutcome
+from supervisor.active.children import ChildReport, run_children
+from supervisor.errors import ActiveTestsImpossible
+
+MEMORY_BYTES: Final = 16 << 30
+"""Of one child: pinned memory, and what CUDA keeps on the host."""
+CPU_THREADS: Final = 4
+
+
+class Suite(NamedTuple):
+    """Seconds. `*_s`: how long a child may take. `*_share_s`: how long one measurement is to take."""
+
+    name: str
+    whole_s: float
+    look_s: float
+    node_s: float
+    node_share_s: float
+    group_s: float
+    group_share_s: float
+    join_s: float
+    """How long ranks wait for each other: some import torch more slowly."""
+    collective_s: float
+    """A collective that takes longer has failed."""
+
+
+SUITES: Final = {
+    "quick": Suite("quick", 60.0, 20.0, 25.0, 0.3, 15.0, 0.15, 9.0, 5.0),
+    "full": Suite("full", 600.0, 60.0, 180.0, 3.0, 60.0, 1.0, 30.0, 20.0),
+}
+
+
+class Devices(NamedTuple):
+    """What there is to be tested on a node."""
+
+    devices: tuple[str, ...]
+    kind: str
+
+
+class TestBench(NamedTuple):
+    """With what the tests of this node are run."""
+
+    node: str
+    python: str
+    """The training environment's."""
+    environment: Mapping[str, str]
+    cwd: Path
+
+    def run(
+        self, orders: Sequence[Mapping[str, Any]], deadline_s: float, *, group: bool = False, listen: int = -1
+    ) -> tuple[ChildReport, ...]:
+        """Blocks. Raises ActiveTestsImpossible."""
+        try:
+            return run_children(
+                self.python,
+                orders,
+                deadline_s,
+                environment=self.environment,
+                memory_bytes=MEMORY_BYTES,
+                cwd=self.cwd,
+                inherited=(listen,) if listen >= 0 else (),
+                together=group,
+            )
+        except OSError as error:
+            raise ActiveTestsImpossible(f"no test can be started with {self.python}: {error}") from None
+
+
+def find_devices(bench: TestBench, suite: Suite) -> Devices:
+    """Blocks. Raises ActiveTestsImpossible."""
+    (report,) = bench.run([{"do": "look"}], suite.look_s)
+    found = next((line.get("devices") for line in report.lines if isinstance(line.get("devices"), list)), None)
+    if not found:
+        why = report.hung or report.died or "it named no device"
+        raise ActiveTestsImpossible(f"{bench.python} cannot tell which devices there are: {why}")
+    return Devices(tuple(clean_line(str(one), 20) for one in found[:64]), report.kind)
+
+
+# ----- a node -----
+
+
+def run_node(bench: TestBench, devices: Devices, suite: Suite, tests: Sequence[str] = ()) -> list[Figure]:
+    """Every device of the node at the same time; then copies between GPUs. `tests`: only these. Blocks."""
+    started = time.monotonic()
+    order = {
+        "do": "node",
+        "suite": suite.name,
+        "deadline_s": suite.node_s,
+        "share_s": suite.node_share_s,
+        "threads": threads(devices),
+    }
+    orders = [{**order, "device": device, "tests": list(tests)} for device in devices.devices]
+    figures = figures_of(bench.node, bench.run(orders, suite.node_s), time.time())
+    left_s = suite.node_s - (time.monotonic() - started)
+    if len(devices.devices) > 1 and left_s > 5.0 and (not tests or PEERS in tests):
+        figures += figures_of(bench.node, bench.run([{"do": "peers"}], left_s), time.time(), PEERS)
+    return figures
+
+
+PEERS: Final = "peer_copy"
+
+
+def threads(devices: Devices) -> int:
+    """Of one child's computing on the CPU. One where the CPU itself is tried: more would measure its other users."""
+    return 1 if devices.devices == ("cpu",) else min(CPU_THREADS, os.cpu_count() or 1)
+
+
+NODE_FAMILIES: Final = ("matmul", "memory_copy", "memory_patterns", "host_copies", "training_bits", PEERS)
+"""What a child can be asked for; the first five of `NODE_TESTS` in `supervisor/training/active_tests.py`."""
+_STARTS: Final = {"copy_": "host_copies", "matmul_": "matmul", f"{PEERS}_": PEERS}
+
+
+def families_of(test: str) -> tuple[str, ...]:
+    """What a child is to be asked for, to have this test repeated. One that hung: everything."""
+    if test in NODE_FAMILIES:
+        return (test,)
+    return next(((family,) for start, family in _STARTS.items() if test.startswith(start)), NODE_FAMILIES)
+
+
+def figures_of(node: str, reports: Sequence[ChildReport], at: float, part: str = "device") -> list[Figure]:
+    """The figures of one node's children."""
+    return [figure for report in reports for figure in _figures(node, report, at, part)]
+
+
+def _figures(node: str, report: ChildReport, at: float, part: str) -> list[Figure]:
+    gpu = report.uuid or (report.device if report.device != "cpu" else "")
+    base = Figure(node=node, gpu=clean_line(gpu, 80), kind=clean_line(report.kind, 200), at=at, test=part)
+    found = [
+        replace(
+            base,
+            gpu=clean_line(str(line.get("uuid") or base.gpu), 80),
+            test=clean_line(str(line["test"]), 80),
+            value=_median(line.get("values")),
+            unit=clean_line(str(line.get("unit", "")), 20),
+            digest=clean_line(str(line.get("digest", "")), 80),
+            unfinished=clean_line(str(line.get("unfinished", "")), 300),
+            fault="" if line.get("ok") else clean_line(str(line.get("why", "it did not do well")), 300),
+            seconds=number_of(line.get("seconds")),
+        )
+        for line in report.lines
+        if isinstance(line.get("test"), str)
+    ]
+    why = report.hung or report.died
+    if report.began and report.hung:
+        found.append(replace(base, hung=why))
+    elif why and report.began and is_fault_of_device(why):
+        found.append(replace(base, fault=why))
+    elif why:
+        found.append(replace(base, unfinished=why))
+    return found
+
+
+FAULTS: Final = (
+    "CUDA error: uncorrectable", "CUDA error: unspecified launch", "CUDA error: an illegal", "CUDA error: misaligned",
+    "CUDA error: unknown", "CUBLAS_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_INTERNAL_ERROR", "SIGSEGV", "SIGBUS",
+    "hardware", "ECC",
+)  # fmt: skip
+"""Words of errors that our own few lines cannot cause on a device that is well. Others, such as no memory left, say
+nothing of it."""
+
+
+def is_fault_of_device(why: str) -> bool:
+    return any(word in why for word in FAULTS)
+
+
+def _median(values: object) -> float | None:
+    if not isinstance(values, list):
+        return None
+    found = [number for value in values[:1000] if (number := number_of(value)) > 0.0]
+    return statistics.median(found) if found else None
+
+
+def number_of(value: object) -> float:
+    """0 for what is no finite number."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e30:
+        return 0.0
+    return float(value)
+
+
+# ----- a group -----
+
+
+class GroupOrder(NamedTuple):
+    """One node's part in a group's test."""
+
+    first_rank: int
+    world: int
+    host: str
+    """Where rank 0 keeps the store."""
+    port: int
+    listen: int = -1
+    """Descriptor on which rank 0 listens; -1: on another node."""
+    collectives: tuple[dict[str, Any], ...] = ()
+    """The job's own (`supervisor.active.shapes`)."""
+
+
+def run_group(bench: TestBench, devices: Devices, suite: Suite, order: GroupOrder) -> tuple[ChildReport, ...]:
+    """Blocks."""
+    orders = []
+    for number, device in enumerate(devices.devices):
+        rank = order.first_rank + number
+        orders.append(
+            {
+                "do": "group",
+                "device": device,
+                "threads": threads(devices),
+                "rank": rank,
+                "world": order.world,
+                "host": order.host,
+                "port": order.port,
+                "timeout_s": suite.collective_s,
+                "deadline_s": suite.group_s,
+                "join_s": suite.join_s,
+                "share_s": suite.group_share_s,
+                "collectives": list(order.collectives),
+                **({"listen": order.listen} if rank == 0 and order.listen >= 0 else {}),
+            }
+        )
+    return bench.run(orders, suite.group_s, group=True, listen=order.listen)
+
+
+def group_outcome(nodes: Sequence[str], reports: Mapping[str, Sequence[ChildReport] | None]) -> GroupOutcome:
+    """What the nodes' children together say of their group. None: the node was not heard of again."""
+    silent = [node for node in nodes if reports.get(node) is None]
+    if silent:
+        return GroupOutcome(nodes=tuple(nodes), failed=f"{', '.join(silent)} was not heard of again")
+    troubles = [(node, _trouble(one)) for node in nodes for one in reports[node] or ()]
+    words = [f"{node}: {why}" for node, why in troubles if why]
+    if words:
+        return GroupOutcome(nodes=tuple(nodes), failed=clean_line("; ".join(words), 400))
+    seconds: dict[str, float] = {}
+    for node in nodes:
+        for report in reports[node] or ():
+            for line in report.lines:
+                value = _median(line.get("values"))
+                if isinstance(line.get("test"), str) and value is not None:
+                    test = clean_line(line["test"], 80)
+                    took = value if line.get("unit") == "s" else 1.0 / value
+                    seconds[test] = max(seconds.get(test, 0.0), took)
+    return GroupOutcome(nodes=tuple(nodes), seconds=seconds)
+
+
+def _trouble(report: ChildReport) -> str:
+    wrong = next((line for line in report.lines if line.get("test") and not line.get("ok")), None)
+    if wrong is not None:
+        return f"{clean_line(str(wrong['test']), 80)}: {clean_line(str(wrong.get('why', 'wrong data')), 200)}"
+    return report.died or report.hung

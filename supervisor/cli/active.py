@@ -1,0 +1,274 @@
+"""`unbroken check --active` and `unbroken qualify`: who takes part, what is told beforehand, answer and exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+import msgspec
+
+from diagnosis.signals import clean_line
+from diagnosis.taxonomy import FailureClass
+from supervisor.cli.output import print_answer, warn
+from supervisor.errors import ActiveTestsImpossible, ExitCode, LaunchRefused
+
+if TYPE_CHECKING:
+    from recovery.ledger import TestResult
+    from supervisor.active.meeting import SuiteAnswer
+    from supervisor.active.suite import TestBench
+
+FLOORS = "active_tests"
+"""`[limits.active_tests] TEST = NUMBER` of the site file: what a site demands, whatever others of the kind have."""
+
+
+class ActiveOptions(NamedTuple):
+    """What was asked for."""
+
+    suite: str
+    node: str = ""
+    python: str = ""
+    meet: str = ""
+    nodes: int = 0
+    leads: bool | None = None
+    shapes: str = ""
+    only: tuple[str, ...] = ()
+    floors: Mapping[str, float] = {}
+    as_json: bool = False
+    slurm_form: bool = False
+
+
+def check_active(options: ActiveOptions) -> int:
+    """Make the tests, print what came of them; the exit code. Raises ActiveTestsImpossible."""
+    from supervisor.active.suite import SUITES
+
+    bench = _bench(options)
+    if not options.slurm_form:
+        most = SUITES[options.suite].whole_s
+        click.echo(f"unbroken: active tests ({options.suite}) with {bench.python}: at most {most:.0f} s", err=True)
+    place = _meeting(options, os.environ)
+    answer = _alone(bench, options) if place is None else _together(bench, options, place)
+    if options.slurm_form:
+        lines = slurm_lines(answer)
+        if lines:
+            click.echo(lines[0])
+        return 1 if lines else 0
+    print_answer(as_json(answer), options.as_json, lambda _: show(answer))
+    return exit_code(answer)
+
+
+def exit_code(answer: SuiteAnswer) -> int:
+    """0: nothing failed. 2: something did. 3: nothing could be tested."""
+    if answer.bad or (answer.group is not None and answer.group.failed):
+        return 2
+    return ExitCode.DONE if any(one.verdict == "pass" for one in answer.results) else ExitCode.NOT_KNOWN
+
+
+def _bench(options: ActiveOptions) -> TestBench:
+    from supervisor.active.suite import TestBench
+    from supervisor.run.prepare import training_python
+
+    program = options.python or "torchrun"
+    try:
+        python = training_python(program, bool(options.python), os.environ)
+    except LaunchRefused as error:
+        raise ActiveTestsImpossible(f"{error}, or name its Python with --python") from None
+    node = options.node or os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
+    return TestBench(clean_line(node, 63), python, dict(os.environ), Path.cwd())
+
+
+# ----- with other nodes -----
+
+
+class Meeting(NamedTuple):
+    """Where the nodes of one test find each other."""
+
+    folder: Path
+    nodes: int
+    leads: bool
+
+
+def _meeting(options: ActiveOptions, environment: Mapping[str, str]) -> Meeting | None:
+    """By the options, else by the Slurm step; None: this node alone."""
+    if options.meet:
+        if options.nodes < 2 or options.leads is None:
+            raise ActiveTestsImpossible("--meet needs --nodes N, and --node-rank R: node 0 leads")
+        return Meeting(Path(options.meet).absolute(), options.nodes, options.leads)
+    step_nodes = environment.get("SLURM_STEP_NUM_NODES", "")
+    if options.slurm_form or not step_nodes.isdigit() or int(step_nodes) < 2 or "SLURM_PROCID" not in environment:
+        return None
+    if environment.get("SLURM_STEP_NUM_TASKS", step_nodes) != step_nodes:
+        raise ActiveTestsImpossible(
+            "srun starts more than one task on a node: srun --ntasks-per-node=1 unbroken check --active"
+        )
+    job = re.sub(r"[^0-9A-Za-z]+", "", environment.get("SLURM_JOB_ID", ""))
+    step = re.sub(r"[^0-9A-Za-z]+", "", environment.get("SLURM_STEP_ID", ""))
+    base = Path(environment.get("SLURM_SUBMIT_DIR") or Path.cwd())
+    from supervisor.paths import JOBS
+
+    return Meeting(base / JOBS / f"check-{job}.{step}", int(step_nodes), environment["SLURM_PROCID"] == "0")
+
+
+def _together(bench: TestBench, options: ActiveOptions, place: Meeting) -> SuiteAnswer:
+    from supervisor.active.meeting import meet
+    from supervisor.controller.main import own_address
+    from supervisor.files import make_shared
+
+    if place.leads and place.folder.parent.name:
+        make_shared(place.folder.parent)
+    try:
+        return meet(
+            place.folder,
+            leads=place.leads,
+            nodes=place.nodes,
+            bench=bench,
+            suite_name=options.suite,
+            own_address=own_address(),
+            domain=os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],  # `spine.leaf1.node3`
+            floors=options.floors,
+            only=options.only,
+            say=lambda text: click.echo(f"unbroken: {text}", err=True),
+        )
+    finally:
+        if place.leads:
+            try:
+                place.folder.rmdir()
+            except OSError:  # something else is in it
+                pass
+
+
+def _alone(bench: TestBench, options: ActiveOptions) -> SuiteAnswer:
+    """This node's devices, compared with each other where there are enough."""
+    from recovery.active_verdicts import judge, to_repeat
+    from supervisor.active.meeting import SuiteAnswer
+    from supervisor.active.suite import NODE_FAMILIES, SUITES, families_of, find_devices, run_node
+
+    suite, started = SUITES[options.suite], time.monotonic()
+    devices = find_devices(bench, suite)
+    families = [one for one in NODE_FAMILIES if not options.only or any(fnmatch(one, key) for key in options.only)]
+    figures = run_node(bench, devices, suite, families) if families else []
+    results = judge(figures, floors=options.floors)
+    repeat = sorted({family for _, _, test in to_repeat(results, figures) for family in families_of(test)})
+    if repeat and suite.whole_s - (time.monotonic() - started) >= suite.node_s:
+        results = judge(figures, again=run_node(bench, devices, suite, repeat), floors=options.floors)
+    return SuiteAnswer(suite=suite.name, seconds=round(time.monotonic() - started, 1), results=results)
+
+
+# ----- the answer -----
+
+
+def as_json(answer: SuiteAnswer) -> dict[str, Any]:
+    word = {0: "ok", 2: "critical"}.get(exit_code(answer), "unknown")
+    return {"schema": 1, "status": word, "exit_code": exit_code(answer), **msgspec.to_builtins(answer)}
+
+
+CLASSES = (
+    ("training_bits", FailureClass.SILENT_DATA_CORRUPTION),
+    ("memory_patterns", FailureClass.SILENT_DATA_CORRUPTION),
+    ("copy_", FailureClass.PCIE_ERROR),
+    ("peer_copy", FailureClass.NVLINK_ERROR),
+    ("pairs", FailureClass.NCCL_NETWORK),
+    ("device", FailureClass.GPU_HANG),
+    ("", FailureClass.STRAGGLER_OR_SLOW),
+)
+"""Start of a test's name -> what its failure is reported as."""
+
+
+def slurm_lines(answer: SuiteAnswer) -> list[str]:
+    """`unbroken: <failure class> <device> <text>` for each test that failed."""
+    return [
+        f"unbroken: {_class(one.test)} {one.gpu or '-'} {one.reason} ({one.test})"
+        for one in answer.results
+        if one.verdict == "fail"
+    ]
+
+
+def _class(test: str) -> str:
+    return next(str(found.value) for start, found in CLASSES if test.startswith(start))
+
+
+def show(answer: SuiteAnswer) -> None:
+    """What failed, what is not known, and how many did well."""
+    failed = [one for one in answer.results if one.verdict == "fail"]
+    unknown = [one for one in answer.results if one.verdict == "unknown"]
+    nodes = len({one.node for one in answer.results})
+    for one in failed:
+        click.secho(f"FAIL     {_where(one)} {one.test}: {one.reason}", fg="red")
+    for text in _conclusions(answer):
+        click.secho(text, fg="yellow")
+    for one in unknown[:MOST_SHOWN]:
+        click.echo(f"unknown  {_where(one)} {one.test}: {one.reason}")
+    if len(unknown) > MOST_SHOWN:
+        click.echo(f"unknown  {len(unknown) - MOST_SHOWN} more")
+    passed = sum(one.verdict == "pass" for one in answer.results)
+    click.echo(
+        f"{nodes} node{'s' * (nodes != 1)}, {answer.seconds:.0f} s: "
+        f"{passed} tests passed, {len(failed)} failed, {len(unknown)} unknown"
+    )
+
+
+MOST_SHOWN = 20
+
+
+def _where(one: TestResult) -> str:
+    return f"{one.node} {one.gpu}".strip()
+
+
+def _conclusions(answer: SuiteAnswer) -> list[str]:
+    """What is no fault of one node."""
+    lines = [f"NOTE     {text}" for text in answer.missing]
+    pairs = answer.pairs
+    if pairs is not None:
+        if pairs.domain:
+            lines.append(f"NOTE     every bad node is in {pairs.domain}, and none of its nodes is good: look there")
+        elif pairs.most:
+            count = len(pairs.good) + len(pairs.bad) + len(pairs.unproven)
+            lines.append(
+                f"NOTE     only {len(pairs.good)} of {count} nodes are proven good: "
+                "look for what they share before you blame one of them"
+            )
+        lines.extend(
+            f"NOTE     {' and '.join(link)} do well with others, and not together: look between them"
+            for link in pairs.links
+        )
+    if answer.group is not None and answer.group.failed:
+        lines.append(f"NOTE     all {len(answer.group.nodes)} together fail: {answer.group.failed}")
+    smallest = answer.smallest.groups if answer.smallest is not None else ()
+    lines.extend(f"NOTE     a smallest group that fails: {', '.join(one[:16])} ({len(one)} nodes)" for one in smallest)
+    return lines
+
+
+# ----- the way back -----
+
+
+@click.command()
+@click.argument("node", required=False, default="")
+@click.option("--suite", type=click.Choice(["quick", "full"]), default="full", help="How long it may take.  [full]")
+@click.option("--python", default="", metavar="PATH", help="The training environment's Python.  [torchrun's]")
+@click.option("--json", "json_wanted", is_flag=True, help="JSON, documented in docs/active-tests.md.")
+def qualify(node: str, suite: str, python: str, json_wanted: bool) -> None:
+    """Test NODE before it is used again.
+
+    Run it on the node itself: its devices are tried, and compared with each other. It never changes a cordon: it ends
+    with the command that would.
+
+    Exit code 0 nothing failed, 2 a test failed, 3 nothing could be tested.
+    """
+    here = os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
+    if node and node not in (here, here.partition(".")[0]):
+        raise ActiveTestsImpossible(
+            f"this is {here}: run it on {node} (`srun -w {node} unbroken qualify`, or ssh), for a node tests itself"
+        )
+    code = check_active(ActiveOptions(suite=suite, node=here, python=python, as_json=json_wanted))
+    if code == 0 and not json_wanted:
+        click.echo(f"nothing failed: `unbroken uncordon {here}` lets jobs use it again")
+    elif code == 2:
+        warn(f"{here} is not fit: leave it cordoned")
+    sys.exit(code)

@@ -1,0 +1,117 @@
+"""What figures say beside others: relative, by a margin, and only when they are so again."""
+
+from __future__ import annotations
+
+import pytest
+
+from recovery.active_verdicts import Figure, judge, to_repeat
+from recovery.ledger import TestResult
+
+KIND = "NVIDIA H100, torch 2.13.0, CUDA 12.8"
+CPU = "EPYC, torch 2.13.0, x86_64 CPU"
+
+
+def rates(*values: float, kind: str = KIND, test: str = "matmul_bf16", unit: str = "TFLOP/s") -> list[Figure]:
+    return [
+        Figure(node=f"n{number}", gpu="GPU-0", test=test, kind=kind, value=value, unit=unit)
+        for number, value in enumerate(values)
+    ]
+
+
+def verdicts(results: tuple[TestResult, ...]) -> str:
+    return "".join({"pass": ".", "fail": "F", "unknown": "?"}[one.verdict] for one in results)
+
+
+WELL = (700.0, 705.0, 695.0, 702.0, 698.0)
+
+
+def test_a_slow_one_is_named_only_when_it_is_slow_again() -> None:
+    figures = rates(*WELL, 600.0)
+    first = judge(figures)
+    assert verdicts(first) == ".....?"
+    assert to_repeat(first, figures) == (("n5", "GPU-0", "matmul_bf16"),)
+    again = judge(figures, again=[figures[5]])
+    assert verdicts(again) == ".....F"
+    assert verdicts(judge(figures, again=rates(*WELL, 699.0)[5:])) == "......"
+    assert to_repeat(again, figures) == ()
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(640.0, "."), (625.0, "F"), (900.0, ".")])
+def test_a_tenth_is_the_least(value: float, verdict: str) -> None:
+    figures = rates(*WELL, value)
+    assert verdicts(judge(figures, again=figures))[-1] == verdict
+
+
+def test_where_devices_differ_much_a_tenth_is_not_enough() -> None:
+    figures = rates(500.0, 600.0, 700.0, 800.0, 900.0, 550.0)
+    assert verdicts(judge(figures, again=figures)) == "......"
+
+
+def test_seconds_are_better_when_they_are_fewer() -> None:
+    figures = rates(1.0, 1.01, 0.99, 1.0, 1.5, 0.5, unit="s")
+    assert verdicts(judge(figures, again=figures)) == "....F."
+
+
+def test_too_few_to_compare_are_unknown() -> None:
+    figures = rates(700.0, 700.0, 300.0)
+    assert verdicts(judge(figures, again=figures)) == "???"
+    assert to_repeat(judge(figures), figures) == ()
+    assert verdicts(judge(figures, again=figures, earlier=rates(700.0, 701.0))) == "..F"
+
+
+def test_other_kinds_are_not_compared() -> None:
+    figures = [*rates(*WELL), *rates(300.0, kind="NVIDIA A100, torch 2.13.0, CUDA 12.8")]
+    assert verdicts(judge(figures, again=figures)) == ".....?"
+
+
+def test_a_cpu_may_be_a_third_slower() -> None:
+    figures = rates(*WELL, 470.0, kind=CPU)
+    assert verdicts(judge(figures, again=figures)) == "......"
+
+
+def test_a_floor_needs_nobody_to_compare_with() -> None:
+    figures = rates(600.0)
+    assert verdicts(judge(figures, again=figures, floors={"matmul_bf16": 650.0})) == "F"
+    assert verdicts(judge(figures, again=figures, floors={"matmul_bf16": 550.0})) == "."
+
+
+def test_wrong_data_is_a_fault_at_once() -> None:
+    (result,) = judge([Figure(node="n0", test="memory_patterns", fault="3 words changed")])
+    assert (result.verdict, result.reason) == ("fail", "3 words changed")
+
+
+def test_a_hang_counts_when_it_hangs_again() -> None:
+    hung = Figure(node="n0", test="device", kind=KIND, hung="did not end within 25 s")
+    assert verdicts(judge([hung])) == "?"
+    assert to_repeat(judge([hung]), [hung]) == (hung.key,)
+    assert verdicts(judge([hung], again=[hung])) == "F"
+    well = judge([hung], again=[Figure(node="n0", test="matmul_bf16", kind=KIND, value=700.0)])
+    assert verdicts(well) == "?"
+    assert to_repeat(well, [hung]) == ()
+
+
+def digests(*values: str) -> list[Figure]:
+    return [
+        Figure(node=f"n{number}", test="training_bits", kind=KIND, digest=value) for number, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [("a", "."), ("aa", ".."), ("ab", "??"), ("aab", "..F"), ("aabb", "????"), ("abc", "???"), ("aaab", "...F")],
+)
+def test_the_bits_of_most_are_right(bits: str, expected: str) -> None:
+    figures = digests(*bits)
+    assert verdicts(judge(figures, again=figures)) == expected
+
+
+def test_an_odd_digest_that_does_not_come_back_is_no_proof() -> None:
+    figures = digests(*"aaab")
+    first = judge(figures)
+    assert verdicts(first) == "...?"
+    assert verdicts(judge(figures, again=digests(*"aaaa")[3:])) == "...."
+
+
+def test_what_could_not_be_made_is_unknown() -> None:
+    (result,) = judge([Figure(node="n0", test="device", unfinished="torch is not there")])
+    assert result.verdict == "unknown"

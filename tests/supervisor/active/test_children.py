@@ -1,0 +1,139 @@
+"""Children of the active tests: what they say is kept, and they end when their time is up, whatever they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.active import children
+from supervisor.active.children import ChildReport, run_children
+from supervisor.active.suite import figures_of, group_outcome
+
+SCRIPT = """#!{python}
+import json, os, signal, sys, time
+order = json.loads(sys.stdin.readline())
+def tell(**words): print(json.dumps(words), flush=True)
+tell(kind="a kind", uuid="")
+{body}
+tell(end=True)
+"""
+
+
+@pytest.fixture
+def training_python(tmp_path: Path) -> Any:
+    """A program in place of the training Python, which does `body`."""
+
+    def made(body: str) -> str:
+        path = tmp_path / f"python{len(list(tmp_path.iterdir()))}"
+        path.write_text(SCRIPT.format(python=sys.executable, body=body))
+        path.chmod(0o755)
+        return str(path)
+
+    return made
+
+
+def run(python: str, count: int = 1, deadline_s: float = 20.0, **more: Any) -> tuple[ChildReport, ...]:
+    orders = [{"do": "node", "device": f"cuda:{number}"} for number in range(count)]
+    given = {"environment": {**os.environ, "RANK": "3"}, "memory_bytes": 1 << 34, **more}
+    return run_children(python, orders, deadline_s, **given)
+
+
+def test_what_a_child_says_is_kept(training_python: Any) -> None:
+    body = 'tell(test="t", ok=True, unit="s", values=[1.0, 3.0, 2.0], rank=os.environ.get("RANK"))'
+    (report,) = run(training_python(body))
+    (figure,) = figures_of("n1", (report,), 5.0)
+    assert (figure.node, figure.gpu, figure.kind, figure.value, figure.unit) == ("n1", "cuda:0", "a kind", 2.0, "s")
+    assert report.lines[1]["rank"] is None, "torchrun's variables are not for children"
+
+
+def test_one_that_hangs_is_killed_and_the_others_are_heard(training_python: Any) -> None:
+    body = """
+tell(test="first", ok=True)
+if order["device"] == "cuda:1":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
+    time.sleep(600)
+"""
+    started = time.monotonic()
+    well, hung = run(training_python(body), 2, 3.0)
+    assert time.monotonic() - started < 25
+    assert not well.hung
+    assert not well.died
+    assert "first" in hung.hung
+    assert not hung.unkillable
+    assert [bool(one.hung) for one in figures_of("n1", (hung,), 0.0)] == [False, True]
+
+
+def test_a_stopped_one_is_killed(training_python: Any) -> None:
+    (report,) = run(training_python("os.kill(os.getpid(), signal.SIGSTOP)"), 1, 2.0)
+    assert report.hung
+
+
+def test_how_one_died(training_python: Any) -> None:
+    (report,) = run(training_python("os.kill(os.getpid(), signal.SIGSEGV)"))
+    assert "SIGSEGV" in report.died
+    (figure,) = figures_of("n1", (report,), 0.0)
+    assert figure.fault
+    (report,) = run(training_python('sys.exit("out of memory")'))
+    assert "out of memory" in report.died
+    (figure,) = figures_of("n1", (report,), 0.0)
+    assert figure.unfinished
+    assert not figure.fault
+
+
+def test_one_that_takes_too_much_memory_is_killed(training_python: Any) -> None:
+    (report,) = run(
+        training_python("held = bytearray(os.urandom(1)) * (200 << 20); time.sleep(600)"), memory_bytes=100 << 20
+    )
+    assert "memory" in report.hung
+
+
+def test_a_flood_is_bounded(training_python: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "ANSWER_BYTES", 4096)
+    body = """
+print("[1, 2]"); print("{"); print("\\x00\\xff")
+for number in range(100000): tell(test="t" * 50, ok=True)
+"""
+    (report,) = run(training_python(body))
+    assert sum(len(json.dumps(line)) for line in report.lines) <= 4096
+    assert report.lines
+
+
+def test_ranks_of_a_group_do_not_wait_for_a_dead_one(training_python: Any) -> None:
+    body = 'sys.exit("broken") if order["device"] == "cuda:0" else time.sleep(600)'
+    started = time.monotonic()
+    dead, waiting = run(training_python(body), 2, 120.0, together=True)
+    assert time.monotonic() - started < 60
+    assert dead.died
+    assert waiting.hung
+
+
+def test_a_python_that_is_not_there_raises(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nothing"):
+        run(str(tmp_path / "nothing"))
+
+
+def report(device: str = "cpu", *lines: dict[str, Any], **more: str) -> ChildReport:
+    return ChildReport(device=device, lines=({"kind": "k"}, *lines), **more)
+
+
+def test_a_group_is_as_slow_as_its_slowest_rank() -> None:
+    fast = report("cpu", {"test": "all_reduce_large", "ok": True, "unit": "s", "values": [1.0]})
+    slow = report("cpu", {"test": "all_reduce_large", "ok": True, "unit": "s", "values": [3.0]})
+    product = report("cpu", {"test": "group_matmul", "ok": True, "unit": "TFLOP/s", "values": [0.5]})
+    outcome = group_outcome(("a", "b"), {"a": (fast, product), "b": (slow,)})
+    assert outcome.seconds == {"all_reduce_large": 3.0, "group_matmul": 2.0}
+    assert not outcome.failed
+
+
+def test_what_makes_a_group_fail() -> None:
+    well = report()
+    wrong = report("cpu", {"test": "all_reduce_small", "ok": False, "why": "what arrived is not what was sent"})
+    for bad in ((wrong,), (report(hung="x"),), (report(died="x"),), None):
+        assert group_outcome(("a", "b"), {"a": (well,), "b": bad}).failed
+    assert not group_outcome(("a", "b"), {"a": (well,), "b": (well,)}).failed
