@@ -309,6 +309,9 @@ class ActionRunner:
         The controller gets what was found before it gets `prepared`; where that changes the plan, the job forms another
         attempt. Nothing is touched that this node does not know to be the job's, whatever the assignment says.
         """
+        back = tuple(step for step in assignment.prepare if isinstance(step, PutBack))
+        if back and not await self._carry_out(back):  # the mover must see what comes back, and not fetch it
+            return
         await self._checkpoints.scan_now()
         if self._mover.is_wanted:
             await self._mover.rest(attempt - 1)
@@ -316,8 +319,15 @@ class ActionRunner:
                 if not await self._bring(assignment.tiers.bring):
                     return  # the ranks of this node would start from another step than the others
                 await self._checkpoints.scan_now()
+        if not await self._carry_out(tuple(step for step in assignment.prepare if step not in back)):
+            return
+        self._state.prepare_error = ""
+        self._state.saved.prepared = attempt
+
+    async def _carry_out(self, steps: tuple[Preparation, ...]) -> bool:
+        """False: it cannot be done, and the controller is told."""
         bounds = self._checkpoints.bounds()
-        work = asyncio.create_task(asyncio.to_thread(prepare, assignment.prepare, bounds))
+        work = asyncio.create_task(asyncio.to_thread(prepare, steps, bounds))
         if not (await asyncio.wait({work}, timeout=PREPARE_NOTICE_S))[0]:
             self._state.notices.show(
                 f"moving checkpoints has taken {PREPARE_NOTICE_S:.0f} s so far: is the file system answering?"
@@ -327,17 +337,16 @@ class ActionRunner:
         except (PreparationError, OSError, ValueError) as error:
             self._state.prepare_error = str(error) or repr(error)
             await asyncio.sleep(1.0)
-            return
+            return False
         for line in done:
             if line not in self._shown:  # a sound checkpoint is found again before each attempt
                 self._shown.append(line)
                 self._state.notices.show(line)
         if bounds.placed:
             self._checkpoints.placed(bounds.placed)
-        if bounds.placed or any(map(_changes_what_is_newest, assignment.prepare)):
+        if bounds.placed or any(map(_changes_what_is_newest, steps)):
             await self._checkpoints.scan_now()
-        self._state.prepare_error = ""
-        self._state.saved.prepared = attempt
+        return True
 
     async def _bring(self, wanted: BringBack) -> bool:
         """False: it is not here. The controller is told, chooses again, or asks again for the same."""

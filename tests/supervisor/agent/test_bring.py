@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from recovery.checkpoint import ROLLED_BACK, PutBack, SetAside
+from recovery.quarantine import prepare
 from recovery.tiers import BringBack, OwnedFile, PartSource, Save, TierOrders
 from supervisor.agent.actions import ActionRunner
 from supervisor.agent.checkpoints import CheckpointMonitor
@@ -22,6 +24,7 @@ from supervisor.agent.mover import MoverRunner
 from supervisor.agent.reconcile import Prepare
 from supervisor.agent.state import AgentState
 from supervisor.messages import Assignment, JobSpec
+from tests.supervisor.mover.saves import torch_file
 
 SAVE = Save(
     name="step-20",
@@ -71,10 +74,13 @@ class Node:
         seen = CheckpointMonitor(
             spec.checkpoint_dirs, state.plan.cwd, local_dir=state.plan.local_dir, job_dir=state.plan.job_dir, node="n1"
         )
-        self.state = state
+        self.state, self._seen = state, seen
         self.mover = MoverRunner(state, seen, slack_s=slack_s, retries_s=0.0)
         nothing: Any = None
         self._actions = ActionRunner(state, nothing, nothing, nothing, seen, self.mover)
+
+    def roll_back(self, path: Path) -> None:
+        prepare([SetAside(path=str(path), why=f"{ROLLED_BACK}a test")], self._seen.bounds())
 
     async def prepare(self, assignment: Assignment) -> None:
         self.state.assignment = assignment
@@ -125,6 +131,51 @@ def test_without_a_mover_the_node_cannot_prepare(state: AgentState) -> None:
     asyncio.run(node.prepare(order(1)))
     assert "has not run" in state.prepare_error
     assert state.saved.prepared < 2
+
+
+def test_what_is_put_back_is_told_before_the_node_is_ready(state: AgentState, tmp_path: Path, mute: int) -> None:
+    """Else ranks would start from an older one, with the newest in the folder; nor is it fetched from elsewhere."""
+    node = Node(state, slack_s=30)
+    state.saved.joined = 1
+    file = tmp_path / "ckpt" / "step-20" / "__0_0.distcp"
+    file.parent.mkdir()
+    file.write_bytes(b"own")
+    node.roll_back(file.parent)
+    assert not file.exists()
+
+    async def story() -> None:
+        undo = msgspec.structs.replace(order(mute), prepare=(PutBack(path=str(file.parent)),), tiers=TierOrders())
+        await node.prepare(undo)
+        assert state.saved.prepared == 2
+        assert node.mover.tiers is not None
+        assert [one.name for one in node.mover.tiers.parts] == ["step-20"]
+        assert file.read_bytes() == b"own"
+
+    with_mover(node, story)
+
+
+def test_what_is_put_back_is_not_fetched(state: AgentState, tmp_path: Path, mute: int) -> None:
+    node = Node(state, slack_s=30)
+    state.saved.joined = 1
+    file = tmp_path / "ckpt" / "step-20.pt"
+    file.write_bytes(torch_file(20))
+    stamp = file.stat().st_mtime_ns // 1000
+    node.roll_back(file)
+
+    async def story() -> None:
+        undo = order(mute, file="step-20.pt")
+        assert undo.tiers is not None
+        assert undo.tiers.bring is not None
+        mine = OwnedFile(name=file.name, size=len(torch_file(20)), owner="n1")
+        save = Save(name=file.name, attempt=1, stamp=stamp, format="torch_save", step=20, files=(mine,))
+        bring = msgspec.structs.replace(undo.tiers.bring, save=save)
+        back = (PutBack(path=str(file)),)
+        await node.prepare(msgspec.structs.replace(undo, prepare=back, tiers=TierOrders(bring=bring)))
+        assert (state.saved.prepared, state.prepare_error) == (2, "")
+        assert file.read_bytes() == torch_file(20)
+        assert list((file.parent / ".unbroken-set-aside").iterdir()) == [], "it is not kept twice"
+
+    with_mover(node, story)
 
 
 def test_what_does_not_move_is_given_up(state: AgentState, mute: int) -> None:
