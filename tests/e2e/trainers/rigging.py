@@ -60,8 +60,10 @@ def _due(kind: str, step: int) -> bool:
 
 
 def sign_in() -> None:
-    """Tell the test that this process is this rank."""
-    folder = _folder()
+    """Tell the test that this process is this rank, and wait for the file RIG_GATE, if there is to be one."""
+    folder, gate = _folder(), os.environ.get("RIG_GATE")
+    while gate and not os.path.exists(gate):
+        time.sleep(0.05)
     if folder is not None:
         entry = folder / f"pid-{os.getpid()}"
         entry.with_suffix(".new").write_text(str(_rank()))

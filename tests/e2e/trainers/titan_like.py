@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--training.steps", dest="steps", type=int, default=60)
     parser.add_argument("--checkpoint.interval", dest="interval", type=int, default=10)
     parser.add_argument("--pace", type=float, default=0.05)
+    parser.add_argument("--ballast-mb", dest="ballast_mb", type=int, default=0, help="more in each save, of each rank")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="[titan] %(asctime)s - root - %(levelname)s - %(message)s")
     dist.init_process_group("gloo")
@@ -62,7 +63,10 @@ def main() -> None:
         )
         if step % args.interval == 0:
             logger.info("Saving the checkpoint (or staging if async is enabled).")
-            dcp.save({"model": net.state_dict()}, checkpoint_id=str(args.folder / f"step-{step}"))
+            state = {"model": net.state_dict()}
+            if args.ballast_mb:
+                state[f"ballast{rank}"] = torch.full((args.ballast_mb << 18,), float(step))
+            dcp.save(state, checkpoint_id=str(args.folder / f"step-{step}"))
             logger.info("Finished saving the checkpoint.")
     if rank == 0:
         rigging.write_weights(net.parameters(), args.folder / "final.bin")
