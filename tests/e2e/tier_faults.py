@@ -146,7 +146,7 @@ def test_the_link_is_cut_in_the_middle_of_a_mirror(supervise: Supervise, tmp_pat
 
 
 def test_the_shared_folder_is_away_for_a_minute(supervise: Supervise, tmp_path: Path) -> None:
-    with nodes(supervise, tmp_path, pace=1.2) as cluster:
+    with nodes(supervise, tmp_path, pace=2.0) as cluster:
         cluster.wait_tier("published", 10)
         before = cluster.a.ranks()
         cluster.shared.rename(tmp_path / "away")
