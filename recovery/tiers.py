@@ -116,6 +116,9 @@ class NodeTiers(Frozen, frozen=True, kw_only=True):
     tls: bool = False
     shared: bool = False
     """Other nodes write to the same checkpoint folder: nothing is mirrored."""
+    others: int = 0
+    """So many other jobs have left mirrors in the same folder, unused by this one."""
+    others_bytes: int = 0
     rested: int = 0
     """The newest attempt after whose end the mover looked: nothing of it will be added."""
 
@@ -389,6 +392,8 @@ class TierOrders(Frozen, frozen=True, kw_only=True):
     """Saves whose parts all lie in the shared folder: let them appear."""
     bring: BringBack | None = None
     """What every node of the next attempt must have before its ranks start."""
+    gone: tuple[str, ...] = ()
+    """Nodes that had parts, and are lost."""
     drained: bool = False
     """Nothing is left to be published: at the end nobody waits."""
 

@@ -163,6 +163,15 @@ class TierView(Frozen, frozen=True, kw_only=True):
     modified_at: datetime.datetime
 
 
+class LeftView(Frozen, frozen=True, kw_only=True):
+    """Mirrors that other jobs have left on a node's disk: this one does not use them, and does not remove them."""
+
+    node: str
+    path: str
+    jobs: int
+    size_bytes: int
+
+
 class BudgetView(Frozen, frozen=True, kw_only=True):
     max_restarts: int
     used: int
@@ -279,6 +288,8 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """No progress since, and nothing proves a hang."""
     tiers: tuple[TierView, ...] | msgspec.UnsetType = msgspec.UNSET
     """Only with `--publish-to`: what is local, mirrored, published."""
+    left: tuple[LeftView, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Only where there is some: what other jobs have left on the nodes' disks."""
     hung: HungView | None = None
     """A diagnosed hang that lasts: also one whose restart waits for an operator."""
     restart: RestartView | None = None

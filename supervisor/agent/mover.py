@@ -39,6 +39,8 @@ BRING_RETRIES_S: Final = 60.0
 """So long the mover itself asks again where a source does not answer."""
 DRAIN_S: Final = 1800.0
 """At the end of a run that succeeded: so long for its last checkpoints to be published."""
+CLEAR_S: Final = 10.0
+"""After it: so long for our copies to be removed."""
 DRAIN_STOPPED_S: Final = 20.0
 """Of a run that was stopped, or that cannot publish: somebody waits."""
 
@@ -67,6 +69,7 @@ class MoverRunner:
         self._told: MoverOrders | None = None
         self._news = asyncio.Event()
         self._draining_since: float | None = None
+        self._clearing_since: float | None = None
         self.status: MoverStatus | None = None
         """The newest; None: there is no mover, or it has not spoken yet."""
         self.changes = 0
@@ -170,6 +173,7 @@ class MoverRunner:
             at_rest=self._orders.rest >= newest and newest > 0,
             peer=tiers.peer if tiers is not None else None,
             commit=tiers.commit if tiers is not None else (),
+            gone=tiers.gone if tiers is not None else (),
         )
         self._tell()
 
@@ -287,14 +291,24 @@ class MoverRunner:
                 continue
         return True
 
+    def _is_cleared(self, status: MoverStatus, now: float) -> bool:
+        """Our copies are of no use any more. What stays, for example where the shared folder hangs, is told later."""
+        if self._clearing_since is None:
+            self._clearing_since = now
+            self._orders = msgspec.structs.replace(self._orders, over=True)
+            self._tell()
+        return status.cleared or now - self._clearing_since >= CLEAR_S
+
     def may_end(self, *, succeeded: bool) -> bool:
         """At the end of the job: whether nothing is left to be published that is worth waiting for."""
         self._rest(max(self._state.newest_attempt, self._state.saved.joined))
         assignment, status = self._state.assignment, self.status
         tiers = assignment.tiers if assignment is not None else None
-        if self._setup is None or status is None or tiers is None or tiers.drained:
-            return True
         now = time.monotonic()
+        if self._setup is None or status is None or tiers is None:
+            return True
+        if tiers.drained:
+            return not succeeded or self._is_cleared(status, now)
         if self._draining_since is None:
             self._draining_since = now
             if succeeded and status.tiers.parts:

@@ -23,7 +23,7 @@ def _listed(job: JobHandle, as_json: bool) -> None:
     from supervisor.cli import render
 
     answer = job.read("/v1/status", status_from_journal)
-    shown = {key: answer.get(key) for key in ("name", "state", "step", "now", "checkpoints", "restart")}
+    shown = {key: answer.get(key) for key in ("name", "state", "step", "now", "checkpoints", "restart", "left")}
     print_answer({"schema": 1, **shown}, as_json, render.checkpoints)
 
 

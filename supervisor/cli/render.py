@@ -130,6 +130,9 @@ def checkpoints(answer: dict[str, Any]) -> None:
             path = clean_line(f"{one['path']} (of {one['copy_of']})" if one.get("copy_of") else one["path"], PATH_LIMIT)
             table.add_row(*_what(one)[:1], age, *_what(one)[1:], _verdict(one), where, path, one.get("why", ""))
         parts += [Text(""), table]
+    for one in answer.get("left") or ():
+        told = f"{one['node']}: {one['path']} has copies of {one['jobs']} other jobs ({size_text(one['size_bytes'])})"
+        parts.append(Text(f"{told}: remove them when those jobs have ended"))
     _print(*parts)
 
 

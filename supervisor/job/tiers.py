@@ -37,6 +37,7 @@ SETTLE_S = 5.0
 NEWS_S = 0.5
 ATTEMPTS_KEPT = 64
 REPORTS_KEPT = 4096
+GONE_REPORTED = 256
 SEEN_KEPT = 256
 
 
@@ -105,6 +106,10 @@ class Tiers:
     def _are_shared(self) -> bool:
         """Nodes write to the same checkpoint folder: each sees all of it by itself, and nothing is brought to it."""
         return any(report.shared for node, report in self._reports.items() if self._nodes.is_present(node))
+
+    def reports(self) -> dict[str, NodeTiers]:
+        """Of the nodes that are there."""
+        return {node: report for node, report in self._reports.items() if self._nodes.is_present(node)}
 
     def judged(self, candidates: Sequence[Checkpoint]) -> list[Checkpoint]:
         """The candidates as all nodes together have them."""
@@ -199,7 +204,11 @@ class Tiers:
         source = None
         if peer is not None and found is not None and peer.port and not peer.shared and not self._core.is_over:
             source = PartSource(owner=node, node=found.name, address=found.address, port=peer.port, tls=peer.tls)
-        return TierOrders(peer=source, commit=self._to_commit().get(node, ()), bring=bring, drained=self.are_drained)
+        gone = tuple(sorted(name for name in self._reports if name and not self._nodes.is_present(name)))[
+            :GONE_REPORTED
+        ]
+        commit = self._to_commit().get(node, ())
+        return TierOrders(peer=source, commit=commit, bring=bring, gone=gone, drained=self.are_drained)
 
     def _to_commit(self) -> dict[str, tuple[Save, ...]]:
         """Node -> whole saves whose parts are all staged. The first node that wrote it commits; another one where all

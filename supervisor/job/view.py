@@ -12,6 +12,7 @@ from diagnosis.stragglers import SLOWS
 from recovery.checkpoint import Checkpoint, judgement
 from recovery.cordon import Cordon, breaker_limit
 from recovery.snapshot_choice import NodeSnapshot
+from recovery.tiers import MIRRORS
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempts
 from supervisor.job.core import Core
@@ -32,6 +33,7 @@ from supervisor.view import (
     HungView,
     JobStateName,
     JobView,
+    LeftView,
     NodeStateName,
     NodeView,
     PauseView,
@@ -117,6 +119,7 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         hung=_hung(job),
         restart=_restart(job, now, held),
         tiers=_tiers(job.tiers) if job.tiers.are_on else msgspec.UNSET,
+        left=_left(job.tiers) or msgspec.UNSET,
     )
 
 
@@ -235,6 +238,14 @@ def _tiers(tiers: Tiers) -> tuple[TierView, ...]:
     return tuple(
         TierView(tier=tier, path=f"{tiers.folder}/{save.name}", step=save.step, modified_at=utc(save.modified_at))
         for tier, save in tiers.newest().items()
+    )
+
+
+def _left(tiers: Tiers) -> tuple[LeftView, ...]:
+    return tuple(
+        LeftView(node=node, path=f"{tiers.folder}/{MIRRORS}", jobs=report.others, size_bytes=report.others_bytes)
+        for node, report in sorted(tiers.reports().items())
+        if report.others
     )
 
 

@@ -64,11 +64,15 @@ from supervisor.wire.authentication import (
 TIMEOUT_S: Final = 30.0
 """Of one read or write."""
 PROOF_S: Final = 10.0
+HOLD_S: Final = 3.0
+"""A caller that gave way may come back before its last call has ended here."""
 AT_ONCE: Final = 64
 """Connections; more are refused."""
 JSON_BYTES: Final = 8 << 20
 MANIFEST: Final = "manifest.json"
 MANIFEST_BYTES: Final = 8 << 20
+OTHERS_READ: Final = 256
+"""Mirrors of other jobs, to add up their sizes."""
 OWNERS: Final = 64
 """Nodes whose parts are kept here."""
 
@@ -242,12 +246,16 @@ class Mirrors:
         self._whole: dict[tuple[str, SaveKey], Mirror] = {}
         self._busy: set[str] = set()
         self._lock = threading.Lock()
+        self._let_go = threading.Condition(self._lock)
         self.changes = 0
         self._find()
 
-    def of_other_jobs(self) -> int:
-        """How many others have left copies in this folder."""
-        return sum(entry.is_dir(follow_symlinks=False) for entry in os.scandir(self.top)) - 1
+    def of_other_jobs(self) -> tuple[int, int]:
+        """How many others have left mirrors in this folder, and how many bytes. Raises OSError."""
+        manifests = [path for path in self.top.glob(f"*/*/*/{MANIFEST}") if not path.is_relative_to(self.home)]
+        mirrors = (_read_mirror(path.parent) for path in manifests[:OTHERS_READ])
+        size = sum(mirror.part.size_bytes for mirror in mirrors if mirror is not None)
+        return len({path.parents[2] for path in manifests}), size
 
     @property
     def parts(self) -> tuple[SavePart, ...]:
@@ -292,16 +300,17 @@ class Mirrors:
         self._drop_old(part.owner)
 
     def hold(self, owner: str) -> bool:
-        """One writer for each owner. False: there is one."""
-        with self._lock:
-            if owner in self._busy:
+        """One writer for each owner. False: there is one, and not just until it sees that its caller has hung up."""
+        with self._let_go:
+            if not self._let_go.wait_for(lambda: owner not in self._busy, HOLD_S):
                 return False
             self._busy.add(owner)
             return True
 
     def let_go(self, owner: str) -> None:
-        with self._lock:
+        with self._let_go:
             self._busy.discard(owner)
+            self._let_go.notify_all()
 
     def make_room(self, owner: str, key: SaveKey, data: Path, size: int) -> None:
         """On a disk that is nearly full the oldest mirror goes before the new one is whole; one always stays."""
@@ -335,6 +344,19 @@ class Mirrors:
         for owner, key in left:
             self._remove(self.home / folder_of(owner, key))
 
+    def drop_all(self) -> None:
+        """The run is over, and nobody will ask for one."""
+        with self._lock:
+            left = [at for at in self._whole if at[0] not in self._busy]
+            for at in left:
+                del self._whole[at]
+                self.changes += 1
+        for owner, key in left:
+            self._remove(self.home / folder_of(owner, key))
+        for owner in {owner for owner, _ in left}:
+            with contextlib.suppress(OSError):  # something else is in it
+                os.rmdir(self.home / owner)
+
     @staticmethod
     def _remove(folder: Path) -> None:
         (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is not whole
@@ -363,16 +385,22 @@ class Mirrors:
         """What an earlier mover left whole."""
         for owner in [entry.name for entry in os.scandir(self.home) if entry.is_dir(follow_symlinks=False)]:
             for entry in list(os.scandir(self.home / owner)):
-                try:
-                    with reading(Path(entry.path), MANIFEST) as descriptor:
-                        mirror = msgspec.json.decode(os.read(descriptor, MANIFEST_BYTES), type=Mirror)
-                except (OSError, CopyError, msgspec.DecodeError):
+                mirror = _read_mirror(Path(entry.path))
+                if mirror is None:
                     continue
                 part = mirror.part
                 if folder_of(part.owner, part.key) == f"{owner}/{entry.name}" and not _why_not_all(
                     Path(entry.path) / "data", mirror
                 ):
                     self._whole[owner, part.key] = mirror
+
+
+def _read_mirror(folder: Path) -> Mirror | None:
+    try:
+        with reading(folder, MANIFEST) as descriptor:
+            return msgspec.json.decode(os.read(descriptor, MANIFEST_BYTES), type=Mirror)
+    except (OSError, CopyError, msgspec.DecodeError):
+        return None
 
 
 def _why_not_all(data: Path, mirror: Mirror) -> str:

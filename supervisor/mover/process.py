@@ -78,12 +78,7 @@ class Mover:
         self._secret = SharedSecret(token)
         formats, _ = load_formats()
         self._mirrors = Mirrors(self._folder, job_digest(Path(setup.job_dir), token))
-        if others := self._mirrors.of_other_jobs():
-            log.warning(
-                "%s has copies of %d other jobs: they are not used, and may be removed when those have ended",
-                self._mirrors.top,
-                others,
-            )
+        self._others = (0, 0)
         self._parts = LocalParts(self._folder, self._mirrors.home, setup.node, lambda path: inspect(path, formats))
         self._publisher = Publisher(Path(setup.publish_to), Path(setup.job_dir), setup.node)
         self._problems: dict[str, str] = {}
@@ -107,6 +102,7 @@ class Mover:
         self._mirrored: dict[SaveKey, tuple[str, SavePart]] = {}
         """Own part -> the peer that has it, and as what."""
         self._rested = self._brought = 0
+        self._cleared = False
         self._bring_problem = ""
         self._shared = False
         self._marked_at = float("-inf")
@@ -262,7 +258,7 @@ class Mover:
     def mirror(self) -> bool:
         """Send the newest part that the peer lacks. False: there is none. Raises OSError, PeerError, CopyError."""
         peer = self._orders.peer
-        if peer is None or self._shared:
+        if peer is None or self._shared or self._orders.over:
             return False
         todo = next(
             (
@@ -468,7 +464,9 @@ class Mover:
             self._problem("publish", told)
             again_s = min(again_s * 2, LONGEST_AGAIN_S) if problem else AGAIN_S
             self.tell()
-            if not worked:
+            if not worked and self._orders.over and not self._cleared:
+                self.clear()
+            elif not worked:
                 self._to_publish.wait(again_s)
 
     def publish(self) -> tuple[bool, str]:
@@ -497,20 +495,43 @@ class Mover:
         return bool(todo)
 
     def tidy(self, now: float) -> None:
-        """Remove what nobody needs any more: staged files of saves that the script has removed, and mirrors of nodes
-        that mirror elsewhere. `now`: monotonic. Raises OSError."""
+        """Remove what nobody needs any more: staged files of saves that the script has removed, or of nodes that are
+        lost, and mirrors of nodes that mirror elsewhere. `now`: monotonic. Raises OSError."""
+        staged = self._publisher.staged_by(self._setup.node)
+        if not self._staged.keys() <= staged.keys():
+            self._publisher.read_records()  # another node has just published it, or has taken this one for lost
         with self._lock:
             needed = {one.part.key for one in self._seen} | {save.key for save in self._orders.commit}
-        gone = [key for key in self._publisher.staged_here() if key not in needed]
+            self._staged = {key: part for key, part in self._staged.items() if key in staged}
+        gone = [key for key in staged if key not in needed or self._publisher.is_published(key)]
         self._gone = {key: self._gone.get(key, now) for key in gone}
         for key in gone:
             if now - self._gone[key] >= GONE_S:
                 self._publisher.drop(key)
         newest = max((one.modified_at for one in self._publisher.published()), default=0.0)
         self._mirrors.drop_left(newest - LEFT_S)
+        for node in self._orders.gone:
+            for key, at in self._publisher.staged_by(node).items():
+                if at < newest - LEFT_S and key not in needed:
+                    self._publisher.drop(key, node)
+        self._others = self._mirrors.of_other_jobs()
+
+    def clear(self) -> None:
+        """The run is over, and its newest save is published: our other copies go. What the script wrote stays."""
+        try:
+            self._mirrors.drop_all()
+            for node in (self._setup.node, *self._orders.gone):
+                for key in self._publisher.staged_by(node):
+                    self._publisher.drop(key, node)
+        except OSError as error:
+            log.warning("our copies cannot be removed: %s", _words(error))
+        self._cleared = True
+        self.tell()
 
     def stage(self) -> bool:
         """Copy the newest own part that is not in the shared folder yet. False: there is none."""
+        if self._orders.over:
+            return False
         newest = self._seen[:PARTS_REPORTED]  # what nobody hears of is never committed
         todo = (one.part for one in newest if one.movable and self._staged.get(one.part.key) != one.part)
         part = next((part for part in todo if not self._publisher.is_published(part.key)), None)
@@ -572,6 +593,8 @@ class Mover:
                 port=0 if self._server.stopped else self._server.port,
                 tls=self._tls_server is not None,
                 shared=self._shared,
+                others=self._others[0],
+                others_bytes=self._others[1],
                 rested=self._rested,
             )
             return MoverStatus(
@@ -581,6 +604,7 @@ class Mover:
                 brought_bytes=self._counts["brought"],
                 mirrored_bytes=self._counts["mirrored"],
                 published_bytes=self._counts["published"],
+                cleared=self._cleared,
                 behind_s=round(max(0.0, time.time() - min(waiting)), 1) if waiting else 0.0,
                 problems=tuple(self._problems.values()),
             )

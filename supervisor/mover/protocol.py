@@ -35,6 +35,10 @@ class MoverOrders(msgspec.Struct, frozen=True, kw_only=True):
     peer: PartSource | None = None
     """Who mirrors this node's parts."""
     commit: tuple[Save, ...] = ()
+    gone: tuple[str, ...] = ()
+    """Nodes that were of the job and are lost."""
+    over: bool = False
+    """The run has ended well, and its newest save is published: what else we have copied is of no use any more."""
     bring: BringBack | None = None
     bring_number: int = 0
 
@@ -47,6 +51,8 @@ class MoverStatus(msgspec.Struct, frozen=True, kw_only=True):
     brought_bytes: int = 0
     mirrored_bytes: int = 0
     published_bytes: int = 0
+    cleared: bool = False
+    """What was copied of a run that is over is gone."""
     behind_s: float = 0.0
     """How long the oldest part that is to be copied has waited."""
     problems: tuple[str, ...] = ()

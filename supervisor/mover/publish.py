@@ -159,27 +159,33 @@ class Publisher:
         staged = StagedPart(name=part.name, attempt=part.attempt, stamp=part.stamp, files=names)
         write_atomically(note, msgspec.json.encode(staged), 0o600)
 
-    def staged_here(self) -> list[SaveKey]:
-        """Saves of which this node, or an earlier mover of it, has put files there."""
+    def staged_by(self, node: str) -> dict[SaveKey, float]:
+        """Saves of which a node, or an earlier mover of it, has put files there, and the time (Unix) of its newest."""
         try:
             folders = [entry.path for entry in os.scandir(self._home) if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
-            return []
-        notes = [_read_note(Path(folder) / f"part-{self._node}.json") for folder in folders]
-        return [note.key for note in notes if note is not None]
+            return {}
+        found: dict[SaveKey, float] = {}
+        for folder in folders:
+            note = _read_note(Path(folder) / f"part-{node}.json")
+            if note is not None:
+                there = (look(Path(folder) / "data", name) for name in note.files)
+                found[note.key] = max((about.st_mtime for about in there if about is not None), default=0.0)
+        return found
 
-    def drop(self, key: SaveKey) -> None:
-        """Remove what this node staged of a save that will not be published. Other nodes' files stay. A save whose
-        commit has begun is left to it. Raises OSError."""
+    def drop(self, key: SaveKey, node: str = "") -> None:
+        """Remove what this node, or another one, staged of a save that will not be published. Others' files stay. A
+        save whose commit has begun is left to it. Raises OSError."""
         record = self._record(key.name)
         if record is not None and record.save.key == key and record.state == "begun":
             return
         folder = self._home / key_folder(key)
-        note = _read_note(folder / f"part-{self._node}.json")
+        listed = folder / f"part-{node or self._node}.json"
+        note = _read_note(listed)
         if note is None or note.key != key:
             return
         _remove_files(folder / "data", note.files)
-        (folder / f"part-{self._node}.json").unlink(missing_ok=True)  # last: it says what is still to be removed
+        listed.unlink(missing_ok=True)  # last: it says what is still to be removed
         for empty in (folder / "data", folder):
             with contextlib.suppress(OSError):  # another node's files are in it
                 os.rmdir(empty)

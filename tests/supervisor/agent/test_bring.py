@@ -178,6 +178,21 @@ def test_what_is_put_back_is_not_fetched(state: AgentState, tmp_path: Path, mute
     with_mover(node, story)
 
 
+def test_a_node_ends_when_its_copies_are_gone(state: AgentState) -> None:
+    node = Node(state, slack_s=30)
+    node.state.assignment = msgspec.structs.replace(order(1), tiers=TierOrders(drained=True))
+
+    async def story() -> None:
+        assert node.mover.may_end(succeeded=False), "it may be started again"
+        assert not node.mover.may_end(succeeded=True)
+        while not node.mover.may_end(succeeded=True):
+            await asyncio.sleep(0.02)
+        assert node.mover.status is not None
+        assert node.mover.status.cleared
+
+    with_mover(node, story)
+
+
 def test_what_does_not_move_is_given_up(state: AgentState, mute: int) -> None:
     node = Node(state, slack_s=0.5)
 

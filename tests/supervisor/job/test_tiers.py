@@ -319,6 +319,16 @@ def roll_back(cluster: Cluster, step: int) -> None:
     cluster.driver.up()
 
 
+def test_what_other_jobs_have_left_and_who_is_gone_is_told(cluster: Cluster) -> None:
+    cluster.save(10)
+    cluster.tell("b", others=2, others_bytes=7)
+    (left,) = cluster.driver.job.view().left
+    assert (left.node, left.path, left.jobs, left.size_bytes) == ("b", f"{HERE}/.unbroken-mirrors", 2, 7)
+    assert cluster.of("a").tiers.gone == ()
+    cluster.lose("b")
+    assert cluster.of("a").tiers.gone == ("b",)
+
+
 def test_what_a_rollback_moved_aside_is_not_brought_back_later(cluster: Cluster) -> None:
     cluster.save(10, 20)
     roll_back(cluster, 10)

@@ -18,7 +18,7 @@ from recovery.tiers import BringBack, NodeTiers, PartSource, Save, SaveKey, join
 from supervisor.mover.copying import NewFile, checksum, need_room
 from supervisor.mover.parts import STILL_S, LocalParts
 from supervisor.mover.peer import Mirrors, PeerServer
-from supervisor.mover.process import GONE_S, GaveWay, Mover
+from supervisor.mover.process import GONE_S, LEFT_S, GaveWay, Mover
 from supervisor.mover.publish import RECORDS_READ, Publisher, PublishRecord, record_file
 from tests.supervisor.mover.saves import dcp_files, torch_file
 from tests.supervisor.mover.test_kills import content_of
@@ -257,6 +257,69 @@ def test_mirrors_of_a_node_that_mirrors_elsewhere_go_once_newer_saves_are_publis
     a.mover.tidy(0.0)
     assert a.look().mirrors == ()
     assert not list((a.mover._mirrors.home / "b").iterdir())
+
+
+def test_staged_files_of_a_lost_node_go_once_much_newer_saves_are_published(node: Nodes) -> None:
+    a, b = node("a"), node("b")
+    dcp([a, b], 10)
+    for one in (a, b):
+        for path in (one.folder / "step-10").iterdir():
+            os.utime(path, (1000, 1000))
+    b.look()
+    assert b.mover.stage()
+    save = Save(name="step-20", format="dcp", step=20, modified_at=1000.0 + LEFT_S)
+    a.mover._publisher._keep(PublishRecord(save=save, state="whole", at=1.0))
+    a.look(paths=(), gone=("b",))
+    a.mover.tidy(0.0)
+    assert staged_files(a) == {"__1_0.distcp"}, "it may come back"
+    save = msgspec.structs.replace(save, modified_at=1001.0 + LEFT_S)
+    a.mover._publisher._keep(PublishRecord(save=save, state="whole", at=1.0))
+    a.look(gone=())
+    a.mover.tidy(0.0)
+    assert staged_files(a) == {"__1_0.distcp"}, "it is there"
+    a.look(gone=("b",))
+    a.mover.tidy(0.0)
+    assert staged_files(a) == set()
+    b.look()
+    b.mover.tidy(0.0)
+    assert b.mover.stage(), "it was not lost after all"
+    assert staged_files(a) == {"__1_0.distcp"}
+
+
+def test_after_a_good_end_only_what_the_script_wrote_and_what_is_published_is_left(node: Nodes) -> None:
+    a, b = node("a"), node("b")
+    dcp([a, b], 10), dcp([a], 20)
+    for one, peer in ((a, b), (b, a)):
+        one.look(peer=peer.source())
+        while one.mover.mirror() or one.mover.stage():
+            pass
+    (newest, _) = join({"a": a.look()}, {"a"}, set())
+    a.look(commit=(newest.save,))
+    assert a.mover.commit()
+    written = content_of(a.folder)
+    assert staged_files(a) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    for one in (a, b):
+        one.look(over=True)
+        one.mover.clear()
+        assert one.mover.status().cleared
+        assert one.mover.status().tiers.mirrors == ()
+        assert not one.mover.mirror()
+        assert not one.mover.stage()
+        assert not list(one.mover._mirrors.home.glob("*/*/data"))
+    assert staged_files(a) == set()
+    assert content_of(a.folder) == written
+    assert {name.split("/")[0] for name in published(a)} == {"step-20"}
+
+
+def test_what_other_jobs_have_left_is_told(node: Nodes) -> None:
+    a, b = node("a"), node("b")
+    dcp([b], 10)
+    b.look(peer=a.source())
+    assert b.mover.mirror()
+    a.mover.tidy(0.0)
+    assert a.look().others == 0, "it is this job's own"
+    other = Mirrors(a.folder, "another")
+    assert other.of_other_jobs() == (1, sum(part.size_bytes for part in b.look().parts))
 
 
 def test_another_job_in_the_same_folder_does_not_see_the_old_one_s_mirrors(node: Nodes) -> None:
