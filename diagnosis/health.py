@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.signals import Evidence, Finding, Frozen, Scope
+from diagnosis.signals import Evidence, Finding, Frozen, Outlook, Scope
 from diagnosis.taxonomy import FailureClass
 
 Status = Literal["healthy", "unhealthy", "unknown", "not_applicable"]
@@ -44,6 +44,9 @@ class Check(Frozen, frozen=True, kw_only=True):
     """So many looks in a row must be healthy before it is healthy again."""
     clears: bool = True
     """False: once unhealthy it stays so until the node is booted anew (counters that are read only as changes)."""
+
+    outlook: Outlook = ""
+    """Of its device when it is critical; `slows` and `repair` when it is a warning, too."""
 
     def threshold_text(self, limits: dict[str, float] | None = None) -> str:
         return self.threshold.format(**{name: f"{value:g}" for name, value in (limits or self.limits).items()})
@@ -165,6 +168,7 @@ def to_finding(check: Check, check_state: CheckState, node: str, at: float) -> F
         fields={"device": result.device} if result.device else {},
         gpu_uuid=result.gpu_uuid,
         at=at,
+        outlook=check.outlook if check_state.level == "critical" or check.outlook in ("slows", "repair") else "",
     )
 
 

@@ -224,6 +224,8 @@ class HangReport(Frozen, frozen=True, kw_only=True):
     """How many ranks wait for them in a collective."""
     timeout_s: float | None = None
     """After so long in a collective the run ends by itself; None: not known."""
+    early: bool = False
+    """`device`: one slow step without progress was enough, and no stacks are waited for."""
 
 
 class Incident(Frozen, frozen=True, kw_only=True):
@@ -232,7 +234,9 @@ class Incident(Frozen, frozen=True, kw_only=True):
     id: str
     opened_at: float
     attempt: int
-    trigger: Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "loss", "replicas", "logs"]
+    trigger: Literal[
+        "exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "loss", "replicas", "swap", "logs"
+    ]
     """What opened it; `logs`: somebody asked what old logs show."""
     step: int | None = None
     """Newest step of the attempt when it broke."""

@@ -347,6 +347,12 @@ class Signal(Frozen, frozen=True, kw_only=True):
     boot_id: str = ""
 
 
+Outlook = Literal["", "fails", "degrades", "slows", "repair"]
+"""What becomes of a device of which something is known. `fails`: a rank on it is not expected to make another step.
+`degrades`: it works for now, and gets worse. `slows`: it works right, and slower. `repair`: it works as well as before,
+and waits for a reset. Empty: nothing to do with it."""
+
+
 class KernelEvent(Frozen, frozen=True, kw_only=True):
     """One message of the kernel that tells of trouble: what a line of the kernel log becomes."""
 
@@ -377,6 +383,7 @@ class KernelEvent(Frozen, frozen=True, kw_only=True):
     """Unix time, where its stamp has a date (without a zone: as if it were UTC)."""
     uptime: float | None = None
     """Seconds since the kernel started, where its stamp says that."""
+    outlook: Outlook = ""
 
 
 class Finding(Frozen, frozen=True, kw_only=True):
@@ -402,6 +409,8 @@ class Finding(Frozen, frozen=True, kw_only=True):
     """These four as in the signal."""
     count: int = 1
     """So many signals of the same root cause are told by this one finding."""
+    outlook: Outlook = ""
+    """By the row of its Xid, kernel rule or check; a line of output has none."""
 
 
 class NodeEvidence(Frozen, frozen=True, kw_only=True):

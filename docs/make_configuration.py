@@ -52,6 +52,9 @@ patience_s = 1800                         # unproven silence: restart after half
 [loss]
 guard = "recommend"
 
+[swap]
+mode = "recommend"
+
 [controller]
 listen = "0.0.0.0:7461"
 
@@ -101,6 +104,7 @@ TABLES = {
     "run": "",
     "checkpoint": "Checkpoints on the nodes' own disks: "
     "[checkpoints.md](checkpoints.md#checkpoints-on-the-nodes-own-disks).",
+    "swap": "What is done about a node that degrades: [swaps.md](swaps.md).",
     "loss": "What is done about a loss that spikes, diverges or stays NaN: [loss.md](loss.md).",
     "hang": "How long unproven silence is tolerated. Proven hangs do not wait for it: [hangs.md](hangs.md).",
     "controller": "",

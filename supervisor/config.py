@@ -28,6 +28,7 @@ from diagnosis.text import redact
 from recovery.cordon import DRAIN_FOLDER
 from recovery.policy import Mode
 from recovery.rollback import Guard
+from recovery.swaps import SwapMode, SwapSignal
 from supervisor.errors import ConfigError
 from supervisor.files import open_regular, read_own, write_atomically
 from supervisor.messages import JobSpec
@@ -155,6 +156,29 @@ class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "recommend"
 
 
+class SwapSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that degrade leave at a checkpoint, where a spare can take their place (docs/swaps.md)."""
+
+    mode: Annotated[
+        SwapMode,
+        _knob(
+            "`off`: nothing; `recommend`: tell; `automatic`: replace nodes whose hardware is proven bad, and tell of "
+            "others.",
+            "job",
+            see="swaps.md",
+        ),
+    ] = "automatic"
+    signal: Annotated[
+        SwapSignal,
+        _knob(
+            "The signal that makes the script save a checkpoint: it is sent before a planned swap.",
+            "job",
+            default="none: the swap waits for the next checkpoint",
+            see="swaps.md#asking-for-a-checkpoint",
+        ),
+    ] = ""
+
+
 class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the controller is reached."""
 
@@ -251,6 +275,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSettings = CheckpointSettings()
     hang: HangSettings = HangSettings()
     loss: LossSettings = LossSettings()
+    swap: SwapSettings = SwapSettings()
     controller: ControllerSettings = ControllerSettings()
     metrics: MetricsSettings = MetricsSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
@@ -273,6 +298,8 @@ ENVIRONMENT = {
     "hang.factor": "UNBROKEN_PATIENCE_FACTOR",
     "hang.off": "UNBROKEN_PATIENCE_OFF",
     "loss.guard": "UNBROKEN_LOSS_GUARD",
+    "swap.mode": "UNBROKEN_SWAP_MODE",
+    "swap.signal": "UNBROKEN_SWAP_SIGNAL",
     "controller.listen": "UNBROKEN_LISTEN",
     "controller.tls_cert": "UNBROKEN_TLS_CERT",
     "controller.tls_key": "UNBROKEN_TLS_KEY",

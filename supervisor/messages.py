@@ -18,6 +18,7 @@ from recovery.policy import Mode
 from recovery.rollback import Guard
 from recovery.scheduling import RequestOutcome
 from recovery.snapshot_choice import NodeSnapshot, RankSnapshot
+from recovery.swaps import SwapMode, SwapSignal
 from recovery.tiers import NodeTiers, TierOrders
 from supervisor.node_diff import Difference
 
@@ -65,6 +66,10 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     """Unproven silence is only told."""
     loss_guard: Guard = "recommend"
     """What is done about a loss that went wrong."""
+    swap_mode: SwapMode = "off"
+    """What is done about a node that degrades. (Journals of before have none.)"""
+    swap_signal: SwapSignal = ""
+    """With which ranks are asked for a checkpoint before a planned swap; empty: it waits for the next one."""
 
 
 class StoreOffer(Frozen, frozen=True, kw_only=True):
@@ -267,6 +272,9 @@ class Assignment(Frozen, frozen=True, kw_only=True, tag="assignment"):
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT (once for each `wake_number`)."""
     wake_number: int = 0
+    ask: SwapSignal = ""
+    """The signal with which the ranks are asked for a checkpoint (once for each `ask_number`)."""
+    ask_number: int = 0
     evidence_seen: int = -1
     """Highest evidence number of this attempt that arrived; -1 for none (0 is the crash evidence)."""
     findings_seen: int = 0
@@ -561,6 +569,22 @@ class StragglersSeen(Event, frozen=True, kw_only=True, tag="stragglers_seen"):
     """Unix seconds."""
 
 
+class LeavingNode(Frozen, frozen=True, kw_only=True):
+    """A node that its scheduler takes out of service."""
+
+    node: str
+    """As the scheduler calls it."""
+    kind: Literal["drained", "maintenance"]
+    why: str
+    """In words."""
+
+
+class NodesLeaving(Event, frozen=True, kw_only=True, tag="nodes_leaving"):
+    """The job's nodes that the scheduler takes out of service; sent when that has changed."""
+
+    nodes: tuple[LeavingNode, ...] = ()
+
+
 class NumbersSeen(Event, frozen=True, kw_only=True, tag="numbers_seen"):
     """The loss that ranks print is no number any more, or is one again; sent when that has changed."""
 
@@ -625,7 +649,7 @@ class TimerFired(Event, frozen=True, kw_only=True, tag="timer_fired"):
 
 
 CommandName = Literal[
-    "pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject", "rollback"
+    "pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject", "rollback", "swap"
 ]
 
 
@@ -750,6 +774,7 @@ AnyEvent = (
     | TiersSeen
     | VersionsCompared
     | StragglersSeen
+    | NodesLeaving
     | NumbersSeen
     | LossSeen
     | ReplicasDiffer

@@ -10,8 +10,8 @@ names. What stands in [square brackets] is left out where one of its arguments i
     [paused?, which waits]     where `paused` holds
     [!paused?, at once]        where it does not
 
-Formats besides Python's: `utc` and `utcs` (a Unix time, to the minute or the second), `took` (seconds), and `#word` (a
-count: no word, 1 word, 2 words).
+Formats besides Python's: `utc` and `utcs` (a Unix time, to the minute or the second), `hm` (its time of day), `took`
+(seconds), and `#word` (a count: no word, 1 word, 2 words).
 """
 
 from __future__ import annotations
@@ -114,6 +114,25 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "stragglers": _kind("{what}"),
     "stragglers_gone": _kind("{who} no longer [one?slows][!one?slow] the others down"),
+    # planned swaps
+    "swap_planned": _kind(
+        "{node} leaves at the next checkpoint[, about {about:hm}]: {why}[ ({seen})][; a swap costs about {cost_s} s]"
+        "[; the node costs {percent} % of every step]. `unbroken reject {node}` keeps it, `unbroken swap {node} --now` "
+        "does not wait"
+    ),
+    "swap_recommended": _kind(
+        "{node} should leave: {why}[ ({seen})][; a swap costs about {cost_s} s][; the node costs {percent} % of every "
+        "step]. It stays[: {because}]. `unbroken swap {node}` replaces it at the next checkpoint"
+    ),
+    "swap_blocked": _kind("{node} should leave: {why}[ ({seen})]. It stays[: {because}]"),
+    "swap_withdrawn": _kind("{node} need not leave any more: {why}"),
+    "swap_rejected": _kind("{node} stays: {why}"),
+    "swap_no_member": _kind("{node} does not train in this attempt: there is nothing to replace"),
+    "swap_no_spare": _kind(
+        "no spare can take the place of {node}. `unbroken cordon {node}` leaves it out of the next attempt"
+    ),
+    "swap_not_now": _kind("{node} cannot be replaced now ({state}). `unbroken cordon {node}` leaves it out"),
+    "device_trains_on": _kind("{incident}: the ranks train on[ (step {step})]"),
     # incidents
     "incident_opened": _kind("{incident}: {what}", tells=["rank_ended", "hang_confirmed", "node_lost"]),
     "incident_grows": _kind("{what}", tells=["rank_ended", "node_lost"]),
@@ -333,6 +352,8 @@ def _formatted(value: Any, form: str) -> str:
     if form in ("utc", "utcs"):
         at = datetime.datetime.fromtimestamp(value, tz=datetime.timezone.utc)
         return f"{at:%Y-%m-%d %H:%M} UTC" if form == "utc" else f"{at:%Y-%m-%d %H:%M:%S} UTC"
+    if form == "hm":
+        return f"{datetime.datetime.fromtimestamp(value, tz=datetime.timezone.utc):%H:%M} UTC"
     if form == "took":
         return f"{value:.{1 if value < 100 else 0}f}"
     if form.startswith("#"):

@@ -14,6 +14,7 @@ from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Frozen
 from recovery.checkpoint import Judgement, RankLayout, Resume
 from recovery.policy import Mode, Plan
+from recovery.swaps import Cause
 from recovery.tiers import Tier
 from supervisor.messages import Outcome, Stage
 from supervisor.node_diff import Difference
@@ -223,6 +224,28 @@ class SilenceView(Frozen, frozen=True, kw_only=True):
     """In words."""
 
 
+class SwapView(Frozen, frozen=True, kw_only=True):
+    """A node that should leave at a checkpoint."""
+
+    node: str
+    state: Literal["planned", "recommended", "blocked"]
+    """`planned`: it leaves at the next checkpoint; `recommended`: `unbroken swap` or `approve` decides; `blocked`: it
+    cannot leave now (`because`)."""
+    cause: Cause
+    why: str
+    because: str = ""
+    since: datetime.datetime
+    about: datetime.datetime | None = None
+    """About when the next checkpoint is complete."""
+    cost_s: float | None = None
+    """What a swap takes."""
+    share_percent: float | None = None
+    """What the node costs of each step, where that is known."""
+    asked_by: str = ""
+    text: str = ""
+    """In words."""
+
+
 class HungView(Frozen, frozen=True, kw_only=True):
     """A diagnosed hang that lasts and that nobody acts on."""
 
@@ -292,5 +315,7 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """Only where there is some: what other jobs have left on the nodes' disks."""
     hung: HungView | None = None
     """A diagnosed hang that lasts: also one whose restart waits for an operator."""
+    swaps: tuple[SwapView, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Nodes that should leave, and when; only where there are any."""
     restart: RestartView | None = None
     """What a restart would resume from now, and lose; None: the job has ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from typing import Final
 
 from diagnosis import stacks
@@ -26,6 +28,13 @@ LOOKED_AT_S: Final = 0.35
 IDLE_BYTES: Final = 65536
 CLOCK_S: Final = 0.01
 """What is closer to the newest step of the step clock is that step."""
+GAPS_KEPT: Final = 50
+SETTLED_GAPS: Final = 5
+"""Fewer gaps between signs of progress do not tell a pace."""
+OUTLIER_FACTOR: Final = 12.0
+"""A gap that much longer than usual was a pause, not a step ..."""
+RECURS: Final = 3
+"""... unless there are so many of them: a step may be many quick collectives and one long computation."""
 
 
 class WatchedRank:
@@ -34,6 +43,7 @@ class WatchedRank:
     __slots__ = (
         "awake_since",
         "dead_since",
+        "gaps",
         "moved_at",
         "moved_by_clock",
         "own",
@@ -54,6 +64,8 @@ class WatchedRank:
         self.moved_at = now - sample.moved_age_s
         self.moved_by_clock = False
         """The newest sign of progress is a step that the step clock alone shows."""
+        self.gaps: deque[float] = deque(maxlen=GAPS_KEPT)
+        """Seconds between its own signs of progress, the newest last."""
         self.awake_since = float("-inf")
         """When it was last seen to leave state T or t."""
         self.dead_since: float | None = now if sample.state == "Z" else None
@@ -84,6 +96,8 @@ class WatchedRank:
         progress = sample.step != old.step or (since and (grew_little or sample.groups != old.groups))
         if not progress or moved_at <= self.moved_at:
             return False
+        if self.moved_at >= self.awake_since:
+            self.gaps.append(moved_at - self.moved_at)
         self.moved_at = moved_at
         stepped = sample.clock is not None and abs(sample.moved_age_s - sample.clock.age_s) < CLOCK_S
         self.moved_by_clock = stepped and sample.step == old.step and sample.groups == old.groups
@@ -115,6 +129,17 @@ class WatchedRank:
         own = stacks.own_frames(stack)
         self.own = own if before is None else _common(self.own, own)
         self.stack = stack
+
+    @property
+    def slow_step_s(self) -> float | None:
+        """None of its honest gaps of late was longer; None: too few of them were seen.
+
+        Gaps are seen as often as it is looked at, and leave pauses out; the step clock is exact, and does not.
+        """
+        if len(self.gaps) < SETTLED_GAPS:
+            return None
+        seen_s, clock = slowest(self.gaps), self.sample.clock
+        return min(seen_s, clock.slowest_s) if clock is not None and clock.steps and clock.slowest_s else seen_s
 
     def fresh(self, now: float) -> bool:
         return now - self.seen_at <= FRESH_S
@@ -179,3 +204,12 @@ def _common(one: tuple[Frame, ...], other: tuple[Frame, ...]) -> tuple[Frame, ..
             break
         alike += 1
     return one[:alike]
+
+
+def slowest(gaps: Iterable[float], overstated_s: float = 0.0) -> float:
+    """The longest of these gaps that was no pause. `overstated_s`: what was subtracted from each."""
+    ordered = sorted(gaps)
+    usual = ordered[len(ordered) // 2] + overstated_s
+    if sum(one > OUTLIER_FACTOR * usual for one in ordered) >= RECURS:
+        return ordered[-1]
+    return next(one for one in reversed(ordered) if one <= OUTLIER_FACTOR * usual)

@@ -17,7 +17,7 @@ import msgspec
 from diagnosis.flight.waits import WaitRing
 from diagnosis.hang import proof
 from diagnosis.hang.proof import unproven
-from diagnosis.hang.ranks import LEAP_S, WatchedRank
+from diagnosis.hang.ranks import GAPS_KEPT, LEAP_S, SETTLED_GAPS, WatchedRank, slowest
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding, Frozen, RankClock, RankFlight, RankSample, RankStack, rank_names
 
@@ -28,31 +28,21 @@ UNSETTLED_S: Final = 3.0
 FACTOR: Final = 5.0
 GRANULARITY_S: Final = 1.0
 """By how much the age of a sample overstates a gap (the beacon's period and the agent's)."""
-RECENT: Final = 50
-OUTLIER_FACTOR: Final = 12.0
-"""A gap that much longer than usual was a pause, not a step ..."""
-RECURS: Final = 3
-"""... unless there are so many of them: a step may be many quick collectives and one long computation."""
-SETTLED_GAPS: Final = 5
+EARLY_FLOOR_S: Final = 0.5
+"""A step is seen so much late: the beacon's period."""
 
 
 class Pace:
     """Recent gaps between signs of progress of one attempt."""
 
     def __init__(self) -> None:
-        self._gaps: deque[float] = deque(maxlen=RECENT)
+        self._gaps: deque[float] = deque(maxlen=GAPS_KEPT)
         self._slowest = 0.0
 
     def note_gap(self, seconds: float) -> None:
         """An honest gap, as the oldest age seen within it."""
         self._gaps.append(max(0.0, seconds - GRANULARITY_S))
-        ordered = sorted(self._gaps)  # at most 50
-        usual = ordered[len(ordered) // 2] + GRANULARITY_S
-        far = sum(one > OUTLIER_FACTOR * usual for one in ordered)
-        if far >= RECURS:
-            self._slowest = ordered[-1]
-        else:
-            self._slowest = next(one for one in reversed(ordered) if one <= OUTLIER_FACTOR * usual)
+        self._slowest = slowest(self._gaps, GRANULARITY_S)
 
     @property
     def settled(self) -> bool:
@@ -173,6 +163,8 @@ class HangWatch:
         self._reported: tuple[float, HangReport] | None = None
         """When the silence was reported last, and as what."""
         self._devices: dict[int, str] = {}
+        self._failing: dict[int, str] = {}
+        """Rank -> a finding after which no step is expected of it."""
         self._flights: dict[int, RankFlight] = {}
         self._disagreement: proof.Disagreement = ((), "")
         self._compared_at: float | None = None
@@ -285,12 +277,16 @@ class HangWatch:
         self._flights_are_new = True
         self._flights_at = now
 
-    def note_findings(self, findings: Iterable[Finding]) -> None:
-        """What devices and kernels said. What ranks write themselves is no proof."""
+    def note_findings(self, findings: Iterable[Finding], ranks: Iterable[int] = ()) -> None:
+        """What devices and kernels said. What ranks write themselves is no proof. `ranks`: all of that node."""
         for finding in findings:
-            device = finding.severity == "fatal" and finding.evidence.source != "output"
-            if device and finding.rank is not None and finding.attempt in (0, self.attempt):
+            if finding.evidence.source == "output" or finding.attempt not in (0, self.attempt):
+                continue
+            if finding.severity == "fatal" and finding.rank is not None:
                 self._devices.setdefault(finding.rank, finding.evidence.text)
+            if finding.outlook == "fails":
+                for rank in struck_ranks(finding, ranks):
+                    self._failing.setdefault(rank, finding.evidence.text)
 
     # ----- what is concluded -----
 
@@ -299,6 +295,8 @@ class HangWatch:
         notices: list[HangNotice] = []
         if not self._ranks or self._broken:
             return notices
+        if self._failing and not self._confirmed:
+            self._look_at_failing(now, notices)
         if self._stopped:
             self._watch_stopped(now, notices)
         elif self._suspicion is not None and self._suspicion.kind in ("stopped", "traced"):
@@ -321,6 +319,39 @@ class HangWatch:
         if quiet >= limit:
             why = f"no rank made progress for {quiet:.1f} s, longer than {limit:.1f} s"
             self._suspect(now, self._report("silent", (), quiet, limit, why), notices)
+
+    def _look_at_failing(self, now: float, notices: list[HangNotice]) -> None:
+        """A rank whose device has failed, and that has made no progress for as long as the slowest step of late, makes
+        none any more: that needs no longer silence, and no stacks."""
+        if self._complete:
+            return
+        still: dict[int, float] = {}
+        for number in sorted(self._failing.keys() & self._ranks.keys()):
+            rank = self._ranks[number]
+            quiet_s, slow_s = rank.seen_at - rank.moved_at, rank.slow_step_s
+            busy = rank.stopped or rank.sample.phase or not rank.fresh(now)
+            if slow_s is not None and not busy and quiet_s >= slow_s + EARLY_FLOOR_S:
+                still[number] = quiet_s
+        if not still:
+            return
+        first, seconds = next(iter(still)), max(still.values())
+        limit = (self._ranks[first].slow_step_s or 0.0) + EARLY_FLOOR_S
+        why = f"no step for {seconds:.1f} s, longer than any of late, after a fatal finding on {rank_names(still)}"
+        why = f"{why}: {self._failing[first]}"
+        if self._suspicion is None:
+            self._quiet_from, self._was_stopped = self._newest, False
+        self._suspicion = HangReport(
+            kind="device",
+            ranks=tuple(still),
+            quiet_s=round(seconds, 2),
+            limit_s=round(limit, 2),
+            phase=self.phase,
+            why=why,
+            step=self._step,
+            early=True,
+        )
+        self._suspected_at = now
+        self._confirm(self._suspicion, notices)
 
     @property
     def _is_plain(self) -> bool:
@@ -482,3 +513,10 @@ class HangWatch:
         return HangReport(
             kind=kind, ranks=ranks, quiet_s=round(quiet_s, 2), limit_s=round(limit_s, 2), phase=self.phase, why=why
         )
+
+
+def struck_ranks(finding: Finding, of_node: Iterable[int]) -> tuple[int, ...]:
+    """The ranks that use what a finding is about: the one of its GPU, or all of the node."""
+    if finding.rank is not None:
+        return (finding.rank,)
+    return tuple(of_node) if finding.scope == "node" else ()

@@ -263,6 +263,7 @@ def finding_of(event: KernelEvent, at: float, source: str = "kernel") -> Finding
         gpu_uuid=event.gpu_uuid,
         fields=fields,
         at=at,
+        outlook=event.outlook if sure or event.outlook in ("slows", "repair") else "",
     )
 
 

@@ -19,7 +19,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from diagnosis.kernel.xid import Tables, pci_address, read_sxid, read_xid
-from diagnosis.signals import Frozen, KernelEvent, KernelKind, KernelSeverity, Scope, clean_text
+from diagnosis.signals import Frozen, KernelEvent, KernelKind, KernelSeverity, Outlook, Scope, clean_text
 from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass
 from diagnosis.text import Words, blind, literal
@@ -55,6 +55,7 @@ class KernelRule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     """Told only when the message is complete: its later lines may change it."""
     span: int = 40
     """Lines after which it is complete in any case."""
+    outlook: Outlook = ""
     samples: tuple[str, ...] = ()
     """Lines that must match."""
     others: tuple[str, ...] = ()
@@ -521,6 +522,7 @@ class KernelReader:
             severity=rule.severity,
             scope=rule.scope,
             confidence=rule.confidence or CONFIDENCE[rule.severity],
+            outlook=rule.outlook,
             text=clean_text(text.strip()),
             line=self._line,
             at=stamp.at,

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.signals import Frozen, KernelEvent, KernelSeverity, clean_text
+from diagnosis.signals import Frozen, KernelEvent, KernelSeverity, Outlook, clean_text
 from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass, RemedyAction
 
@@ -36,6 +36,7 @@ class XidRow(
     """Written when something else has gone wrong: never the first cause."""
     after: tuple[int, ...] = ()
     """Codes that it comes with and tells less than."""
+    outlook: Outlook = ""
     fabric: bool = False
     """SXid: the whole switch is gone, not one port."""
     site: frozenset[str] = frozenset()
@@ -192,6 +193,7 @@ def _event(
         pid=pid,
         gpu_uuid=f"{uuid[0][:3].upper()}{uuid[0][3:].lower()}" if uuid else "",
         consequence=row.consequence,
+        outlook=row.outlook,
         fields={name: str(value) for name, value in fields.items() if value not in (None, "")},
     )
 
@@ -337,6 +339,8 @@ def _sxid(match: re.Match[str], line: str, tables: Tables) -> KernelEvent | None
     if "severity" not in row.site and fatal != (row.severity == "fatal"):
         changes: Changes = {"action": "cordon_node_and_restart" if fatal else "none"}
         row = _changed(row, changes | {"severity": "fatal" if fatal else "warning"})
+    if fatal:
+        row = _changed(row, {"outlook": "fails"})
     link = re.search(r"\b(?:link|port)\s+(\d{1,3})\b", rest, _FLAGS)
     said = {"scope": "fabric" if row.fabric else "", "link": int(link[1]) if link else None}
     return _event("sxid", code, row, groups.get("where") or rest, line, said)
@@ -402,7 +406,7 @@ def _registers(message: str, tables: Tables) -> tuple[dict[str, str], Changes]:
         return detail, {}
     detail["error"] = ", ".join(kinds)
     if _HARMLESS.issuperset(kinds):
-        return detail, {"severity": "warning", "action": "none"}
+        return detail, {"severity": "warning", "action": "none", "outlook": ""}
     return detail, {"consequence": True} if {"secondary", *_HARMLESS}.issuperset(kinds) else {}
 
 
@@ -428,7 +432,7 @@ def _nvlink5(code: int, message: str, tables: Tables) -> tuple[dict[str, str], C
         fault, version = _decode(code, unit, int(detail["intrinfo"], 16), status, tables)
         detail |= {"format": version} if version else {}
     if fault is None:
-        return detail, {"severity": "fatal"} if said_fatal else {"severity": "warning", "action": "none"}
+        return detail, {"severity": "fatal"} if said_fatal else {"severity": "warning", "action": "none", "outlook": ""}
     detail |= {"look": fault.look} if fault.look else {}
     severity: KernelSeverity = "fatal"
     if (
@@ -436,7 +440,8 @@ def _nvlink5(code: int, message: str, tables: Tables) -> tuple[dict[str, str], C
     ):  # the driver's word against the table's: worth more than a warning, not enough to end a diagnosis
         severity = "warning" if not fault.fatal and fault.action == "none" else "error"
     action = "restart" if said_fatal and fault.action == "none" else fault.action
-    return detail, {"severity": severity, "action": action}
+    outlook = "fails" if severity == "fatal" and action.startswith("cordon") else ""
+    return detail, {"severity": severity, "action": action, "outlook": outlook}
 
 
 def _decode(code: int, name: str, intrinfo: int, status: int | None, tables: Tables) -> tuple[LinkFault | None, str]:

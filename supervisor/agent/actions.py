@@ -29,8 +29,10 @@ from recovery.tiers import BringBack
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.evidence import EvidenceCollector
 from supervisor.agent.mover import MoverRunner
+from supervisor.agent.procfs import handles
 from supervisor.agent.reconcile import (
     AnswerLauncher,
+    AskRanks,
     Collect,
     EndLauncher,
     Finished,
@@ -264,6 +266,9 @@ class ActionRunner:
             case WakeRanks(ranks=ranks, number=number):
                 self._state.saved.woken = number
                 await self._keeper.request(op="signal", signal=int(signal.SIGCONT), ranks=list(ranks))
+            case AskRanks(signal=name, number=number):
+                self._state.saved.asked = number
+                await self._ask_ranks(name)
             case Collect():
                 assert assignment.evidence is not None
                 self._state.saved.collected = assignment.evidence.number
@@ -409,6 +414,19 @@ class ActionRunner:
         if why:
             self._state.notices.show(f"the script does not resume from {path}: {why}")
         return not why
+
+    async def _ask_ranks(self, name: str) -> None:
+        """A signal that a rank does not handle would end it: only those that do get it."""
+        number, keeper = int(getattr(signal, name, 0)), self._state.keeper
+        workers = keeper.workers_of(keeper.newest_attempt) if keeper is not None and number else ()
+        ready = [worker.rank for worker in workers if worker.alive and handles(worker.pid, number)]
+        if ready:
+            await self._keeper.request(op="signal", signal=number, ranks=ready)
+        if len(ready) < len(workers) or not workers:
+            self._state.notices.report(
+                f"{len(workers) - len(ready)} of {len(workers)} ranks do not handle {name}: they are not asked for a "
+                "checkpoint (swap.signal), and the swap waits for the next one"
+            )
 
     async def _stop(self, name: str, grace_s: float) -> None:
         number = int(getattr(signal, name, signal.SIGTERM))

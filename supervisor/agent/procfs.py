@@ -290,8 +290,19 @@ def interpreter_data(maps: str) -> list[tuple[int, int]]:
 
 def can_be_woken(status: str) -> bool:
     """Whether the process catches a signal that somebody may send to end a wait (text of /proc/PID/status)."""
-    caught = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
-    return bool(caught & ~sum(1 << (one - 1) for one in _NEVER_AWAITED))
+    return bool(_caught(status) & ~sum(1 << (one - 1) for one in _NEVER_AWAITED))
+
+
+def handles(pid: int, signal: int) -> bool:
+    """Whether the process has a handler of its own for this signal; False where that is not known."""
+    try:
+        return bool(_caught(_read(f"/proc/{pid}/status")) & 1 << (signal - 1))
+    except OSError:
+        return False
+
+
+def _caught(status: str) -> int:
+    return next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")), 0)
 
 
 def blocked(pid: int, spared: int | None = None) -> tuple[tuple[int, int], ...] | None:

@@ -138,6 +138,7 @@ class NodeSituation(Frozen, frozen=True, kw_only=True):
     collected: int = 0
     """The newest evidence request that was taken up."""
     woken: int = 0
+    asked: int = 0
     may_launch: bool = True
     """False while a launcher that ended before it started any rank is not to be followed by the next."""
 
@@ -187,6 +188,13 @@ class WakeRanks(Frozen, frozen=True, kw_only=True, tag=True):
     number: int
 
 
+class AskRanks(Frozen, frozen=True, kw_only=True, tag=True):
+    """Ask the ranks for a checkpoint."""
+
+    signal: str
+    number: int
+
+
 class Collect(Frozen, frozen=True, kw_only=True, tag=True):
     """Take up the evidence request of the assignment."""
 
@@ -196,7 +204,17 @@ class Finished(Frozen, frozen=True, kw_only=True, tag=True):
 
 
 NodeAction = (
-    Launch | KillWorkers | Prepare | Join | AnswerLauncher | EndLauncher | Stop | WakeRanks | Collect | Finished
+    Launch
+    | KillWorkers
+    | Prepare
+    | Join
+    | AnswerLauncher
+    | EndLauncher
+    | Stop
+    | WakeRanks
+    | AskRanks
+    | Collect
+    | Finished
 )
 
 
@@ -205,6 +223,8 @@ def reconcile(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
     actions: list[NodeAction] = []
     if assignment.wake and assignment.wake_number > node.woken:
         actions.append(WakeRanks(ranks=assignment.wake, number=assignment.wake_number))
+    if assignment.ask and assignment.ask_number > node.asked and assignment.stage == "run":
+        actions.append(AskRanks(signal=assignment.ask, number=assignment.ask_number))
     if assignment.evidence is not None and assignment.evidence.number > node.collected:
         actions.append(Collect())
     if assignment.stage == "stop" or assignment.outcome is not None:

@@ -46,6 +46,8 @@ class SavedState(msgspec.Struct, kw_only=True):
     """Newest evidence request that was taken up."""
     woken: int = 0
     """Newest request to wake stopped ranks that was carried out."""
+    asked: int = 0
+    """Newest request to ask ranks for a checkpoint that was carried out."""
     notice: int = 0
     """Newest notice of the controller that was shown."""
     crash_attempt: int = 0
@@ -263,5 +265,6 @@ class AgentState:
             joined=self.saved.joined,
             collected=self.saved.collected,
             woken=self.saved.woken,
+            asked=self.saved.asked,
             may_launch=may_launch,
         )

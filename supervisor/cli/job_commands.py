@@ -376,6 +376,19 @@ def cordon(job: JobHandle, node: str, **options: Any) -> None:
 
 
 @click.command()
+@click.argument("node", metavar="NODE")
+@click.option("--now", "at_once", is_flag=True, help="Do not wait for a checkpoint: restart on the spare at once.")
+@command_options
+def swap(job: JobHandle, node: str, at_once: bool, **options: Any) -> None:
+    """Replace NODE by a spare as soon as a checkpoint is complete.
+
+    NODE is cordoned then; `uncordon` takes it back as a spare. `reject NODE` keeps it while it still trains. With --now
+    the steps since the last checkpoint are lost, and the command asks first.
+    """
+    give(job, "swap", f"{node} --now" if at_once else node, confirm="always" if at_once else "", **options)
+
+
+@click.command()
 @click.argument("node", metavar="NODE[/GPU]")
 @command_options
 def uncordon(job: JobHandle, node: str, **options: Any) -> None:
@@ -395,28 +408,30 @@ def mode(job: JobHandle, mode: str, **options: Any) -> None:
 
 
 @click.command()
-@click.argument("what", metavar="[INCIDENT|RULE]", default="")
+@click.argument("what", metavar="[INCIDENT|NODE|RULE]", default="")
 @command_options
 def approve(job: JobHandle, what: str, **options: Any) -> None:
     """Carry out the plan that waits for approval.
 
-    With INCIDENT: only if the plan belongs to it. With RULE: accept that rule, which a model proposed.
+    With INCIDENT: only if the plan belongs to it. With NODE: swap it at the next checkpoint. With RULE: accept
+    that rule, which a model proposed.
     """
     give(job, "approve", what, **options)
 
 
 @click.command()
-@click.argument("what", metavar="[INCIDENT|RULE]", default="")
+@click.argument("what", metavar="[INCIDENT|NODE|RULE]", default="")
 @command_options
 def reject(job: JobHandle, what: str, **options: Any) -> None:
     """Reject the plan that waits for approval.
 
-    INCIDENT: only if it is the plan for this incident. RULE: delete a rule that a model proposed.
+    INCIDENT: only if it is the plan for this incident. NODE: it is not swapped. RULE: delete a rule
+    that a model proposed.
     """
     give(job, "reject", what, **options)
 
 
-OPERATOR_COMMANDS = (pause, resume, restart, rollback, stop, cordon, uncordon, mode, approve, reject)
+OPERATOR_COMMANDS = (pause, resume, restart, rollback, stop, swap, cordon, uncordon, mode, approve, reject)
 
 
 # ----- giving one -----

@@ -234,6 +234,7 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         parts += [Text(""), nodes]
     parts += [Text(f"the nodes differ: {one['text']}", style="yellow") for one in answer.get("skew", ())]
     parts += [Text(f"degraded: {one}", style="yellow") for one in answer.get("degraded", ())]
+    parts += [Text(one["text"], style="yellow") for one in answer.get("swaps", ())]
     if answer.get("advice") and not answer["outcome"]:
         parts.append(Text(_advised(answer["advice"])))
     if answer.get("stragglers"):
@@ -363,6 +364,7 @@ def _one_line(answer: dict[str, Any]) -> str:
     incident = next((one for one in reversed(answer["incidents"]) if one["open"]), None)
     trouble = f"; {incident['id']}: {incident['why']}" if incident else ""
     trouble += f"; {answer['silence']['text']}" if answer.get("silence") else ""
+    trouble += "".join(f"; {one['text']}" for one in answer.get("swaps", ()))
     return f"{_clock(answer['now'])} {answer['state']} attempt {answer['attempt']}{_step(answer)}{trouble}"
 
 

@@ -308,7 +308,7 @@ class HeartbeatEvents:
         known = max(0, seen.findings - beat.findings_from)
         fresh = beat.findings[known:]
         if fresh:
-            self._watch.note_findings(fresh)
+            self._watch.note_findings(fresh, [sample.rank for sample in beat.ranks])
         if len(fresh) == 1:
             number = beat.findings_from + known
             events.append(m.FindingArrived(at=now, node=beat.node, finding=fresh[0], number=number))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, get_args
 from diagnosis.taxonomy import FailureClass
 from recovery.cordon import breaker_limit
 from recovery.policy import Mode
+from recovery.swaps import Cause
 from supervisor.job.advice import JobAdvice
 from supervisor.job.incidents import IncidentRecord
 from supervisor.job.scheduler import NOT_DRAINED
@@ -48,6 +49,7 @@ def job_samples(job: Job, now: float, newest: Newest | None = None) -> Iterator[
     yield from _tiers(job)
     yield from _nodes(job, now)
     yield from _cordons(job, now)
+    yield from _swaps(job)
 
 
 def _state(job: Job) -> Iterator[Sample]:
@@ -186,6 +188,14 @@ def _nodes(job: Job, now: float) -> Iterator[Sample]:
     yield Sample("unbroken_job_nodes_wanted", job.spec.nodes_max)
     yield Sample("unbroken_job_spares", counts["SPARE"])
     yield Sample("unbroken_job_spares_wanted", job.spec.spares)
+
+
+def _swaps(job: Job) -> Iterator[Sample]:
+    states_of = Counter(job.swaps.decision(one).state for one in job.swaps.proposed.values())
+    for state in ("planned", "recommended", "blocked"):
+        yield Sample("unbroken_job_swaps", states_of[state], (state,))
+    for cause in get_args(Cause):
+        yield Sample("unbroken_job_swaps_made_total", job.swaps.made.get(cause, 0), (cause,))
 
 
 def _cordons(job: Job, now: float) -> Iterator[Sample]:

@@ -163,6 +163,8 @@ class Assignments:
             evidence=node.request,
             wake=node.wake,
             wake_number=node.wake_number,
+            ask=node.ask if member else "",
+            ask_number=node.ask_number,
             evidence_seen=node.evidence_seen,
             findings_seen=node.findings_seen,
             drain_request=self._scheduler.drain_requests.get(node.name, ""),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal, NamedTuple
@@ -47,6 +48,7 @@ from supervisor.job.core import (
     OpenIncident,
     Proceed,
     ProgressMade,
+    RanksSaved,
     Recovered,
     Timer,
     Wants,
@@ -452,6 +454,8 @@ class Attempt:
     """When the first sign of progress was seen: collectives, output, or a step."""
     workers_started_at: float | None = None
     """When the workers of all members had started."""
+    asked: bool = False
+    """Its ranks were asked for a checkpoint: where all end well after that, work may be left."""
     resume_checked: bool = False
     """Its first steps were compared with the checkpoint it should have started from."""
 
@@ -1084,6 +1088,9 @@ class Attempts:
         if not attempt.ended_well or core.state not in ("STARTING", "RUNNING", "DIAGNOSING", "RECOVERING"):
             return
         yield from self._run()
+        if attempt.asked and not (attempt.step is not None and attempt.step + 1 >= (attempt.last_step or math.inf)):
+            yield RanksSaved()
+            return
         yield GoOn("false alarm: every rank ended well")
         attempt.finishing = True
         yield cancel("again", "stacks", "silence")
@@ -1151,6 +1158,11 @@ class Attempts:
 
     def pause(self) -> None:
         self.by_operator = False
+
+    def ranks_asked(self) -> None:
+        """The ranks of the current attempt are asked for a checkpoint."""
+        if self.current is not None:
+            self.current.asked = True
 
     def count_restart(self) -> None:
         self.restarts += 1

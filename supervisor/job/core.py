@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, TypeVar
 import msgspec
 
 from diagnosis.incident import HangReport
+from diagnosis.signals import Finding
 from recovery.policy import Mode
 from supervisor.messages import (
     JobSpec,
@@ -36,9 +37,9 @@ STOP_GRACE_S = 30.0
 EARLY_S = 0.001
 """A timer may fire so much early."""
 
-Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "loss", "replicas"]
+Trigger = Literal["exit", "hang", "node_lost", "launcher", "signal", "setup", "device", "loss", "replicas", "swap"]
 """How an incident began. `signal` (numbers) and `device` stop nothing: the attempt goes on. `loss`, `replicas`:
-a guard acts."""
+a guard acts. `swap`: a node leaves as it was planned."""
 
 TimerName = Literal[
     "again", "backoff", "degraded", "device", "end", "evidence", "finish", "form", "gather", "hold", "last_orders",
@@ -202,6 +203,18 @@ class GoOn(Want, frozen=True):
     """The active incident, if there is one, was a false alarm: the attempt goes on."""
 
     text: str
+
+
+class ProposeSwap(Want, frozen=True):
+    """A device has failed, and its ranks train on: its node should leave at a checkpoint."""
+
+    finding: Finding
+    node: str
+    """Whose agent has found it."""
+
+
+class RanksSaved(Want, frozen=True):
+    """Asked for a checkpoint, the ranks have saved and ended."""
 
 
 class Hold(Want, frozen=True):

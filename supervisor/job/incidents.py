@@ -28,6 +28,7 @@ from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.checkpoint import ResumeSituation
 from recovery.policy import Plan, RestartBudget
+from recovery.swaps import STORM_NODES, STORM_S
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts, Space
 from supervisor.job.core import (
@@ -38,6 +39,7 @@ from supervisor.job.core import (
     NextAttempt,
     OpenIncident,
     Proceed,
+    ProposeSwap,
     Timer,
     Trigger,
     Wants,
@@ -95,6 +97,8 @@ class IncidentRecord:
     waited_longer: bool = False
     """The job waited for its evidence longer than usual: a node that does not answer may be gone."""
     further_failures: int = 0
+    early: bool = False
+    """A device has failed, and it is not known yet whether its ranks make another step."""
     persists: bool = False
     """The job left it alone once, and it did not go away."""
     stood_still: bool = False
@@ -377,6 +381,11 @@ class IncidentLog:
 
     # ----- findings -----
 
+    def failing_nodes(self, now: float) -> set[str]:
+        """Nodes of which a device failed within moments before."""
+        recent = (one for one in self._findings if one.outlook == "fails" and one.at > now - STORM_S)
+        return {one.node for one in recent if one.node}
+
     def add_finding(self, finding: Finding) -> None:
         self._findings.append(finding)
 
@@ -395,6 +404,8 @@ EVIDENCE_SLACK_S = 1.0
 """For the way there and back; then the job diagnoses without the evidence that is missing."""
 SILENCE_S = 6.5
 """After so long the controller has called a node lost that went with its ranks (`SILENT_S` and a heartbeat)."""
+EARLY_EVIDENCE_S = 1.3
+"""Two stacks a second apart, taken when a device has failed."""
 EVIDENCE_NODES = 64
 """Nodes asked for evidence in one incident."""
 UNSEEN_PROGRESS_S = 300.0
@@ -589,12 +600,36 @@ class Incidents:
         else:
             yield from self._gather_or_conclude(record, attempt)
 
+    def is_storm(self, now: float) -> bool:
+        """Devices of so many nodes failed within moments that no node by itself is to blame."""
+        return len(self.log.failing_nodes(now)) >= STORM_NODES
+
+    @property
+    def early(self) -> IncidentRecord | None:
+        """The open incident of a failed device whose ranks may make no further step."""
+        return next((one for one in self.log.open_degradations() if one.early), None)
+
     def _diagnose(self, want: OpenIncident, attempt: Attempt) -> WantsAnd[IncidentRecord]:
-        """A new incident, to be diagnosed now."""
-        record = yield from self._open(want, attempt)
+        """A new incident, or that of a failed device that it comes of, to be diagnosed now."""
+        if self.early is not None and want.trigger in ("hang", "exit", "node_lost"):
+            record = yield from self._has_struck(self.early, want, attempt)
+        else:
+            record = yield from self._open(want, attempt)
         self.active, attempt.broke_at = record, record.failed_at
         yield Enter("DIAGNOSING")
         yield cancel("form", "start", "stood", "settle")
+        return record
+
+    def _has_struck(self, record: IncidentRecord, want: OpenIncident, attempt: Attempt) -> WantsAnd[IncidentRecord]:
+        """The failed device has broken the attempt: what is known of it already goes on as this failure."""
+        yield from self.close_failures(f"attempt {attempt.number} failed too: {record.id}")
+        record.trigger, record.hang, record.early = want.trigger, want.hang, False
+        record.failed_at = min(self._core.now, max(want.failed_at, attempt.formed_at))
+        record.verdict, record.plan = None, None
+        record.phase_ends.clear()
+        for old in self.log.open_degradations():
+            yield from self.close(old, f"the attempt broke: {record.id}")
+        yield record.note("incident_grows", loud=True, what=want.text)
         return record
 
     def _open(self, want: OpenIncident, attempt: Attempt) -> WantsAnd[IncidentRecord]:
@@ -641,11 +676,16 @@ class Incidents:
             yield from self.close(record, why, loud=True)
 
     def act_at_once(
-        self, want: OpenIncident, verdict: Verdict, plan: Plan | None = None, rollback: ResumeSituation | None = None
+        self,
+        want: OpenIncident,
+        verdict: Verdict,
+        plan: Plan | None = None,
+        rollback: ResumeSituation | None = None,
+        by_operator: bool = False,
     ) -> Wants:
         """An incident whose verdict is there already: its plan is carried out, or waits for an operator.
 
-        Without a plan policy makes it; `rollback`: how far back that restart goes.
+        Without a plan policy makes it; `rollback`: how far back that restart goes. `by_operator`: one has ordered it.
         """
         attempt = self._attempts.current
         assert attempt is not None
@@ -656,14 +696,18 @@ class Incidents:
         record.keep_evidence(attempt.evidence.values())
         record.verdict = verdict
         record.mark("diagnose", self._core.now)
-        yield record.note("verdict", loud=True, **_of_verdict(verdict))
+        if want.trigger != "swap":  # nothing has failed
+            yield record.note("verdict", loud=True, **_of_verdict(verdict))
         if plan is None:
             plan = policy.plan(verdict, self._situation(record, verdict, attempt))
             plan = msgspec.structs.replace(plan, rollback=rollback)
         record.plan = plan
         self._remember(verdict, attempt, self._core.now)
         yield record.note("plan", loud=True, plan=plan.kind, why=plan.why, observe=False)
-        yield from self._consider(record, plan, attempt)
+        if by_operator:
+            yield from self.carry_out(by_operator=True)
+        else:
+            yield from self._consider(record, plan, attempt)
 
     def degraded_further(self, record: IncidentRecord, count: int, text: str) -> Wants:
         """More of the same within an open incident that stops nothing."""
@@ -758,6 +802,9 @@ class Incidents:
         """Stacks were taken already, while it was only suspected: who has not answered is waited for."""
         if "evidence" in self._core.timers:
             return
+        if hang is not None and hang.early:
+            yield from self._gather_early(record, attempt)
+            return
         have = {name for name, number in attempt.evidence if number}
         asked = self._witnesses(attempt, hang.ranks if hang is not None else ())
         missing = [name for name in asked if name not in have]
@@ -766,6 +813,16 @@ class Incidents:
             return
         record.awaiting.update((name, attempt.stacks_request) for name in missing)
         yield from self._gather(record, (), HANG_BUDGET_S)
+
+    def _gather_early(self, record: IncidentRecord, attempt: Attempt) -> Wants:
+        """The kernel's word is the proof. What was asked for when it came has had its time, or nearly so."""
+        have = {name for name, number in attempt.evidence if number}
+        missing = [name for name in self._witnesses(attempt) if name not in have]
+        due = record.opened_at + EARLY_EVIDENCE_S
+        if missing and self._core.now < due:
+            record.awaiting.update((name, attempt.stacks_request) for name in missing)
+            yield Timer("evidence", due)
+        yield from self._conclude_when_ready()
 
     def _gather_or_conclude(self, record: IncidentRecord, attempt: Attempt) -> Wants:
         """Ask everybody, unless they have been asked, or nothing has run yet that could tell."""
@@ -891,7 +948,9 @@ class Incidents:
             nodes_min=self._core.spec.nodes_min,
             lost=lost,
             loaded=attempt.resume.path if attempt.first_step is None and not from_memory else "",
-            may_cordon=nodes.cordons.allowed_together(sorted(culprits), members, now),
+            may_cordon=()
+            if self.is_storm(record.failed_at)
+            else nodes.cordons.allowed_together(sorted(culprits), members, now),
             vouched=nodes.cordons.vouched_since(record.opened_at),
             may_requeue=self._scheduler.may_requeue,
             unproven=record.hang is not None and not record.hang.proven,
@@ -1388,6 +1447,8 @@ DEVICE_WAIT_S = 3.0
 DEVICE_LASTS_S = 3600.0
 """An attempt that has trained for this long after the last finding is not degraded any more."""
 DEVICES_KEPT = 64
+STEPS_ON = 2
+"""Steps after a device's failure: the first of them may have been under way."""
 NUMBERS_REPORTED = 8
 """At most so many incidents in one attempt about a loss that is NaN again and again."""
 TEXT_LIMIT = 200
@@ -1411,6 +1472,8 @@ class Degraded:
         self._failed_devices: dict[tuple[str, str, FailureClass], Finding] = {}
         """By node, device and class: in the current attempt, reported or to be reported."""
         self._devices_reported = 0
+        self._awaited: tuple[int | None, float] = (None, float("inf"))
+        """Step and time of the newest finding after which no further step is expected."""
 
     def finding_arrived(self, finding: Finding, node: str) -> Wants:
         """`node`: whose agent has found it. A warning (about a skipped step, say) does not count."""
@@ -1418,7 +1481,7 @@ class Degraded:
             return
         if finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN:
             yield from self._numbers_bad(finding, "")
-        if finding.failure_class in DEVICE_CLASSES:
+        if finding.failure_class in DEVICE_CLASSES or finding.outlook == "fails":
             yield from self._device_failed(finding, finding.node or node)
 
     # ----- numbers -----
@@ -1503,7 +1566,10 @@ class Degraded:
         if key in self._failed_devices or len(self._failed_devices) >= DEVICES_KEPT:
             return
         self._failed_devices[key] = finding
-        if "device" not in core.timers:
+        if finding.outlook == "fails" and core.state == "RUNNING":
+            yield cancel("device")
+            yield from self.device_due()
+        elif "device" not in core.timers:
             yield Timer("device", core.now + DEVICE_WAIT_S)
 
     def device_due(self) -> Wants:
@@ -1520,13 +1586,48 @@ class Degraded:
             nodes = len({key[0] for key, _ in fresh})
             text += f"; and {len(fresh) - 1} more within moments" + (f", on {nodes} nodes" if nodes > 1 else "")
         yield Timer("degraded", core.now + DEVICE_LASTS_S)
+        failing = [one for _, one in fresh if one.outlook == "fails" and core.state == "RUNNING"]
         record = self._incidents.degraded_by("device")
         if record is not None:
             yield from self._incidents.degraded_further(record, len(fresh), text)
+        else:
+            why = "No restart: its ranks live and train on. If a rank hangs because of it, the job restarts"
+            if failing:
+                why = "No further step is expected of its ranks: without one the job restarts"
+            at = min(one.at or core.now for _, one in fresh)
+            yield from self._incidents.open_with_plan(OpenIncident("device", text, at), why, "degraded", len(fresh) - 1)
+        if failing:
+            self._await_a_step(failing, attempt)
+
+    def _await_a_step(self, failing: Iterable[Finding], attempt: Attempt) -> None:
+        """Evidence is collected while it can be. Whether the ranks make another step decides what is done."""
+        record = self._incidents.degraded_by("device")
+        assert record is not None
+        record.early, self._awaited = True, (attempt.step, self._core.now)
+        self._incidents.take_stacks(tuple(one.rank for one in failing if one.rank is not None))
+
+    def progressed(self, event: m.Progressed) -> Wants:
+        """Two steps later than the finding: the ranks train on without their device's help."""
+        step, at = self._awaited
+        made_at = event.at if event.step_at is None else event.step_at
+        if step is not None and event.step is not None and event.step >= step + STEPS_ON and made_at > at:
+            yield from self._train_on()
+
+    def saved(self, event: m.CheckpointsSeen) -> Wants:
+        """The same, where no steps are shown."""
+        step, at = self._awaited
+        if step is None and any(one.complete and one.modified_at > at for one in event.checkpoints):
+            yield from self._train_on()
+
+    def _train_on(self) -> Wants:
+        record, attempt = self._incidents.early, self._attempts.current
+        if record is None or attempt is None or self._core.state != "RUNNING":
             return
-        why = "No restart: its ranks live and train on. If a rank hangs because of it, the job restarts"
-        at = min(one.at or core.now for _, one in fresh)
-        yield from self._incidents.open_with_plan(OpenIncident("device", text, at), why, "degraded", len(fresh) - 1)
+        record.early = False
+        yield record.note("device_trains_on", step=attempt.step)
+        for (node, _, _), finding in list(self._failed_devices.items()):
+            if finding.outlook == "fails":
+                yield ProposeSwap(finding, node)
 
     def degraded_due(self) -> Wants:
         record = self._incidents.degraded_by("device")
@@ -1540,4 +1641,5 @@ class Degraded:
             yield from self._incidents.close(record, f"attempt {record.attempt} has ended")
         self._failed_devices.clear()
         self._devices_reported, self._numbers_reported, self._bad_from, self._is_bad = 0, 0, None, False
+        self._awaited = (None, float("inf"))
         yield cancel("device", "degraded")

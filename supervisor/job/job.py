@@ -26,6 +26,7 @@ fields, and changes nothing else; it calls those above it in this list:
     incidents     from the first sign of a failure to the plan that is carried out
     hangs         hangs, stopped ranks, silence
     degraded      what is wrong while the attempt goes on
+    swaps         nodes that leave at a checkpoint
     replicas      a rank whose replica differs: tells, or takes the run back
     guard         the same for a loss that went wrong
     operator      commands
@@ -77,6 +78,8 @@ from supervisor.job.core import (
     OpenIncident,
     Proceed,
     ProgressMade,
+    ProposeSwap,
+    RanksSaved,
     Recovered,
     RefreshAndProceed,
     ReplaceOutcome,
@@ -92,6 +95,7 @@ from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
 from supervisor.job.replicas import ReplicaGuard
 from supervisor.job.scheduler import SchedulerRequests
+from supervisor.job.swaps import Swaps
 from supervisor.job.tiers import Tiers
 from supervisor.messages import AnyEvent
 from supervisor.node_diff import Difference
@@ -167,13 +171,16 @@ class Job:
         self.scheduler = SchedulerRequests(core, nodes, attempts)
         self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, conclude)
         self.hangs = Hangs(core, nodes, attempts, self.incidents)
+        self.saves = Saves()
+        """Only told (`unbroken advise`, and when a planned swap is due)."""
+        self.swaps = Swaps(core, nodes, attempts, self.scheduler, self.incidents, self._saved_at)
         self.degraded = Degraded(core, attempts, self.incidents)
         self.replicas = ReplicaGuard(core, attempts, self.incidents)
         self.guard = LossGuard(core, attempts, self.incidents, self.replicas)
-        self.operator = Operator(core, nodes, attempts, self.incidents, self.scheduler, self.space, self.guard)
+        self.operator = Operator(
+            core, nodes, attempts, self.incidents, self.scheduler, self.space, self.guard, self.swaps
+        )
         self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space)
-        self.saves = Saves()
-        """Only told (`unbroken advise`)."""
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""
@@ -220,6 +227,7 @@ class Job:
             m.TiersSeen: self.tiers.add,
             m.SpaceSeen: self.space.seen,
             m.StragglersSeen: self._stragglers_seen,
+            m.NodesLeaving: self.swaps.leaving,
             # what may be wrong
             m.EvidenceArrived: self.incidents.evidence_arrived,
             m.FindingArrived: self._findings_arrived,
@@ -283,6 +291,8 @@ class Job:
             OpenIncident: incidents.open_incident,
             GoOn: lambda want: incidents.go_on(want.text),
             Hold: lambda want: incidents.hold(want.why),
+            ProposeSwap: lambda want: self.swaps.device(want.finding, want.node),
+            RanksSaved: lambda _: self.swaps.ranks_saved(),
             Mark: lambda want: incidents.mark_phase(want.phase),
             ProgressMade: lambda _: incidents.progress_made(),
             Recovered: lambda want: incidents.recovered(want.text),
@@ -484,6 +494,9 @@ class Job:
             return
         yield from self._proceed()
 
+    def _saved_at(self, attempt: int) -> list[float]:
+        return [one.completed_at for one in self.saves.newest if one.attempt == attempt]
+
     @property
     def goes_on_when_requeued(self) -> bool:
         """Whether a job that its scheduler has started again is to go on: not one that was done with."""
@@ -607,6 +620,7 @@ class Job:
         yield from self.attempts.progressed(event)
         self.saves.progressed(self.attempts.live(event.attempt))
         yield from self.hangs.progressed(event)
+        yield from self.degraded.progressed(event)
 
     def _checkpoints_seen(self, event: m.CheckpointsSeen) -> Wants:
         self.saves.checkpoints_seen(event, self.attempt)
@@ -614,16 +628,19 @@ class Job:
         yield from self.attempts.saved(event.checkpoints)
         if new_folders:
             self.nodes.touch_all()
+        yield from self.degraded.saved(event)
+        yield from self.swaps.checkpoints_seen()
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self.incidents.approval_wanted):
             yield from self.attempts.refresh()
 
     def _tiers_due(self) -> Wants:
         yield from self.tiers.work_out()
+        yield from self.swaps.checkpoints_seen()
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self.incidents.approval_wanted):
             yield from self.attempts.refresh()
 
     def _stragglers_seen(self, event: m.StragglersSeen) -> Wants:
-        """Told and shown, and nothing is done about it: whether to go on without a slow rank is for people to say."""
+        """Told and shown: whether to go on without a slow rank is for people to say."""
         attempt = self.attempts.live(event.attempt)
         if attempt is None:
             return
@@ -633,6 +650,7 @@ class Job:
             yield note("stragglers", loud=True, what=text)
         elif before is not None and before.ranks:
             yield note("stragglers_gone", who=rank_names(before.ranks), one=len(before.ranks) == 1)
+        yield from self.swaps.stragglers_seen(event, view.slow_why(self, event))
 
     # ----- events: what may be wrong -----
 
@@ -647,6 +665,7 @@ class Job:
         for finding in findings:
             yield from self.incidents.finding_arrived(finding)
             yield from self.degraded.finding_arrived(finding, event.node)
+            yield from self.swaps.finding_arrived(finding, event.node)
 
     def _opinion_asked(self, event: m.OpinionAsked) -> None:
         record = self.incidents.log.get(event.incident)
@@ -702,6 +721,7 @@ class Job:
         self.incidents.hand_over(by_operator)
         self.space.stop_waiting()
         yield cancel("backoff", "gather", "nodes", "hold", "evidence")
+        yield from self.swaps.next_attempt_forms()
         yield from self._form(self.attempts.next_members())
         if delay_s > 0:
             yield Timer("backoff", self.core.now + delay_s)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from recovery.cordon import CordonLedger
+from recovery.swaps import SwapSignal
 from supervisor.job.core import Core
 from supervisor.messages import EvidenceRequest, NodeJoined
 
@@ -37,6 +38,9 @@ class Node:
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT."""
     wake_number: int = 0
+    ask: SwapSignal = ""
+    """The signal with which its ranks are asked for a checkpoint."""
+    ask_number: int = 0
     evidence_seen: int = -1
     findings_seen: int = 0
     scheduler_name: str = ""
@@ -250,6 +254,14 @@ class Nodes:
                 node.wake, node.wake_number = wake, node.wake_number + 1
                 self.touch(name)
 
+    def ask_to_save(self, signal: SwapSignal, names: Iterable[str]) -> None:
+        """Have the ranks of these nodes asked for a checkpoint, once."""
+        for name in names:
+            node = self._nodes.get(name)
+            if node is not None:
+                node.ask, node.ask_number = signal, node.ask_number + 1
+                self.touch(name)
+
     def leave_stopped(self, attempt: int, ranks: tuple[int, ...]) -> None:
         self._left_stopped = (attempt, ranks)
 
@@ -267,7 +279,7 @@ class Nodes:
     def begin_attempt(self) -> None:
         """What was asked of the nodes was about the attempt before."""
         for node in self:
-            node.request, node.wake, node.evidence_seen = None, (), -1
+            node.request, node.wake, node.ask, node.evidence_seen = None, (), "", -1
 
     def begin_life(self) -> None:
         """The scheduler has started the job again on other nodes. Cordons stay."""

@@ -31,6 +31,7 @@ from supervisor.job.incidents import IncidentRecord, Incidents
 from supervisor.job.loss import LossGuard
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
+from supervisor.job.swaps import Swaps
 from supervisor.notes import note
 from supervisor.view import utc
 
@@ -49,9 +50,11 @@ class Operator:
         scheduler: SchedulerRequests,
         space: Space,
         guard: LossGuard,
+        swaps: Swaps,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
         self._incidents, self._scheduler, self._space, self._guard = incidents, scheduler, space, guard
+        self._swaps = swaps
         self.commands: dict[str, Callable[[m.OperatorCommand], Wants]] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -63,6 +66,7 @@ class Operator:
             "approve": self._approve,
             "reject": self._reject,
             "rollback": self._rollback,
+            "swap": self._swap,
         }
 
     # ----- what the job waits for -----
@@ -274,6 +278,15 @@ class Operator:
         else:
             yield RefreshAndProceed()
 
+    def _swap(self, event: m.OperatorCommand) -> Wants:
+        """`NODE`: at the next checkpoint; `NODE --now`: at once."""
+        name, _, when = event.argument.partition(" ")
+        if not name:
+            yield _refuse("needs_a_node", command="swap")
+            return
+        now = when.strip() == "--now"
+        yield from self._swaps.ordered(self._nodes.named(name), event.by, event.reason, now=now)
+
     def _uncordon(self, event: m.OperatorCommand) -> Wants:
         name, _, gpu = event.argument.partition("/")
         cordons, now = self._nodes.cordons, self._core.now
@@ -287,6 +300,7 @@ class Operator:
             yield _refuse("gpu_not_cordoned", place=event.argument, where=where, why=why)
             return
         yield from self._scheduler.lift_cordon(name, gpu)
+        self._swaps.forgive(name)
         left = cordons.of(name, now)
         if left is not None:
             yield note("still_left_out", node=name, place=_place(left), reason=left.reason)
@@ -326,14 +340,26 @@ class Operator:
             return None
         return record
 
+    def _swap_meant(self, event: m.OperatorCommand) -> str:
+        """The node whose proposed swap is approved or rejected: it is named, or nothing else waits for a word."""
+        if event.argument:
+            return self._swaps.recommended(self._nodes.named(event.argument))
+        return "" if self._incidents.approval_wanted else self._swaps.recommended()
+
     def _approve(self, event: m.OperatorCommand) -> Wants:
         if event.argument.startswith(RULE_PREFIX):
             return  # that it was decided is on record; the rule is in a file of the job folder
+        if name := self._swap_meant(event):
+            yield from self._swaps.approve(name, event.by)
+            return
         if (yield from self._waiting_plan(event)) is not None:
             yield from self._incidents.carry_out(by_operator=True)
 
     def _reject(self, event: m.OperatorCommand) -> Wants:
         if event.argument.startswith(RULE_PREFIX):
+            return
+        if name := self._swap_meant(event):
+            yield from self._swaps.reject(name)
             return
         if (yield from self._waiting_plan(event)) is not None:
             why = f"the plan was rejected{f': {event.reason}' if event.reason else ''}"

@@ -21,6 +21,7 @@ from supervisor.job.incidents import Incidents
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
 from supervisor.job.scheduler import SchedulerRequests
+from supervisor.job.swaps import Swaps
 from supervisor.job.tiers import Tiers
 from supervisor.messages import StragglersSeen
 from supervisor.node_diff import Difference
@@ -60,6 +61,7 @@ class Parts(Protocol):
     hangs: Hangs
     scheduler: SchedulerRequests
     operator: Operator
+    swaps: Swaps
     assignments: Assignments
     skew: tuple[Difference, ...]
     stragglers: StragglersSeen | None
@@ -117,6 +119,7 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         degraded=tuple(f"{record.id}: {record.what}" for record in incidents.log.open_degradations()),
         silence=_silence(job, now),
         hung=_hung(job),
+        swaps=job.swaps.view(now) if job.swaps.proposed and not core.is_over else msgspec.UNSET,
         restart=_restart(job, now, held),
         tiers=_tiers(job.tiers) if job.tiers.are_on else msgspec.UNSET,
         left=_left(job.tiers) or msgspec.UNSET,

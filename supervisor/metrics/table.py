@@ -165,6 +165,18 @@ CONTROLLER: Final = (
         "Cordoned nodes that the scheduler was asked to drain: asked (done or under way), or refused.",
         ("kind",),
     ),
+    Family(
+        "unbroken_job_swaps",
+        "gauge",
+        "Nodes that should leave at a checkpoint: planned, recommended (people decide), blocked (no spare).",
+        ("state",),
+    ),
+    Family(
+        "unbroken_job_swaps_made_total",
+        "counter",
+        "Planned swaps, by what they were for: device, straggler, drained, maintenance, operator.",
+        ("kind",),
+    ),
     Family("unbroken_job_cordons_proposed", "gauge", "Cordons in a plan that waits for approval."),
     Family("unbroken_job_breaker_cordons", "gauge", "Nodes that policy has cordoned within the last hour."),
     Family("unbroken_job_breaker_limit", "gauge", "Nodes that policy may cordon within an hour."),

@@ -280,6 +280,7 @@ DRIVER_GPUS: Final = "proc/driver/nvidia/gpus"
 CHECKS: Final = (
     # a reset makes a GPU unreadable for a moment
     Check(id="gpu_on_bus", failure_class=FailureClass.GPU_FALLEN_OFF_BUS, scope="gpu", looks=2,
+        outlook="fails",
         what="a GPU that was on the PCI bus in this boot does not answer there",
         source=f"/{DEVICES}/*/config (a captured tree without it: revision, current_link_width, current_link_speed)",
         threshold="gone from the list, or its configuration space reads all ones"),
@@ -296,6 +297,7 @@ CHECKS: Final = (
         source=f"/{DEVICES}/*/config",
         threshold="gone from the list, or its configuration space reads all ones"),
     Check(id="pcie_link_width", failure_class=FailureClass.PCIE_ERROR, scope="node", when="periodic", looks=2,
+        outlook="slows",
         what="a PCIe link with fewer lanes than it had, or than its peers have",
         source=f"/{DEVICES}/*/current_link_width, max_link_width",
         threshold="fewer than earlier in this boot, or than a peer of the same model in an equal slot"),

@@ -247,6 +247,8 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         patience_factor=hang.factor,
         patience_off=hang.off,
         loss_guard=options.settings.loss.guard,
+        swap_mode=options.settings.swap.mode,
+        swap_signal=options.settings.swap.signal,
     )
     restarts = read.max_restarts if options.run.max_restarts is None else options.run.max_restarts
     given = {

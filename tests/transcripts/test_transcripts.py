@@ -270,6 +270,30 @@ class Script:
         )
         self.tell(m.CheckpointsSeen(at=self.now, node=node, checkpoints=seen))
 
+    def do_fails(self, node: str, rank: str, text: str) -> None:
+        """The kernel tells of a device after whose failure no step is expected."""
+        finding = Finding(
+            rule="xid_79",
+            failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
+            confidence=0.92,
+            scope="gpu",
+            severity="fatal",
+            evidence=Evidence(text=text, source="kernel", node=node),
+            node=node,
+            rank=int(rank),
+            at=self.now,
+            outlook="fails",
+        )
+        self.tell(m.FindingArrived(at=self.now, node=node, finding=finding))
+
+    def do_early(self, ranks: str, quiet: str, why: str) -> None:
+        report = msgspec.structs.replace(_report("device", ranks, quiet, why), early=True)
+        self.tell(m.HangConfirmed(at=self.now, attempt=self.attempt.number, report=report))
+
+    def do_leaving(self, node: str, kind: str, why: str) -> None:
+        found = m.LeavingNode(node=node, kind=kind, why=why)  # type: ignore[arg-type]
+        self.tell(m.NodesLeaving(at=self.now, nodes=(found,)))
+
     def do_scheduler(self, number: str, outcome: str, text: str = "") -> None:
         self.tell(m.SchedulerAnswered(at=self.now, number=int(number), outcome=outcome, text=text))  # type: ignore[arg-type]
 

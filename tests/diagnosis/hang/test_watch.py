@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import msgspec
 import pytest
 
 from diagnosis.hang.watch import Cleared, Confirmed, HangWatch, Silent, Suspected, Wake
@@ -133,6 +134,58 @@ def test_what_ranks_write_themselves_is_no_finding_of_a_device(watched):
     job.watch.note_findings([finding(1, source="output")])
     job.hang(1, "sleep")
     job.run(60)
+    assert not job.confirmed()
+
+
+# ----- devices after whose failure no step is expected -----
+
+
+def failing(rank, **more):
+    return msgspec.structs.replace(finding(rank, **more), outlook="fails")
+
+
+@pytest.mark.parametrize(("step_s", "within_s"), [(0.1, 3.2), (2.0, 4.5), (20.0, 24.0)])
+def test_one_slow_step_without_progress_is_enough(watched, step_s, within_s):
+    job = watched(ranks=4, step_s=step_s, warm_s=15 * max(step_s, 2.0))
+    job.watch.note_findings([failing(1)])
+    job.hang(1, "busy", state="D")
+    job.run(within_s)
+    (report,) = job.confirmed()
+    assert (report.kind, report.ranks, report.early) == ("device", (1,), True)
+    assert job.first(Confirmed) <= within_s
+    assert report.quiet_s >= step_s
+
+
+@pytest.mark.parametrize("step_s", [0.1, 2.0, 20.0])
+def test_ranks_that_train_on_are_not_restarted_for_it(watched, step_s):
+    job = watched(ranks=4, step_s=step_s, warm_s=15 * max(step_s, 2.0))
+    job.watch.note_findings([failing(1)])
+    job.run(100)
+    assert not job.confirmed()
+
+
+def test_a_finding_on_the_node_is_about_all_of_its_ranks(watched):
+    job = watched(ranks=4)
+    of_node = msgspec.structs.replace(failing(None), scope="node")
+    job.watch.note_findings([of_node], ranks=[2, 3])
+    job.hang(3, "busy", state="D")
+    job.run(4)
+    (report,) = job.confirmed()
+    assert report.early
+    assert set(report.ranks) == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("source", "rank", "hint", "warm_s"),
+    [("output", 1, "", 30), ("kernel", None, "", 30), ("kernel", 1, "checkpoint", 30), ("kernel", 1, "", 1)],
+    ids=["in a rank's output", "on a GPU that no rank uses", "while it saves", "before the pace is known"],
+)
+def test_what_the_usual_limits_are_for(watched, source, rank, hint, warm_s):
+    job = watched(ranks=4, warm_s=warm_s)
+    job.watch.note_findings([failing(rank, source=source)])
+    job.hints = [hint] * 4
+    job.hang(1, "sleep", state="D")
+    job.run(3.5)
     assert not job.confirmed()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from diagnosis.kernel.causes import finding_of
 from diagnosis.kernel.xid import default_tables, read_sxid, read_xid
 from diagnosis.signals import KernelSeverity
 from diagnosis.tables import load, parse
@@ -23,6 +24,36 @@ SXIDS = {
 }
 TABLES = default_tables()
 HEAD = "NVRM: Xid (PCI:0000:c1:00): "
+
+
+@pytest.mark.parametrize(
+    ("line", "outlook"),
+    [
+        (f"{HEAD}79, pid=1, name=python, GPU has fallen off the bus.", "fails"),
+        (f"{HEAD}48, pid=1, An uncorrectable double bit error (DBE) has been detected", "fails"),
+        (f"{HEAD}95, pid=1, Uncontained: LTC TAG (0x2,0x0). RST: Yes, D-RST: No", "fails"),
+        (f"{HEAD}119, pid=1, name=python, Timeout after 6s of waiting for RPC response from GPU0 GSP!", "fails"),
+        (f"{HEAD}62, pid=1, 2027(2d0c) 00000000 00000000", "fails"),
+        ("nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 02 egress error", "fails"),
+        (f"{HEAD}63, pid=1, Row Remapper: New row (0x1) marked for remapping, reset gpu to activate.", "repair"),
+        (f"{HEAD}161, pid=1, name=python, failed", "degrades"),
+        (f"{HEAD}13, pid=1, Graphics SM Warp Exception on (GPC 0, TPC 1)", ""),
+        (f"{HEAD}31, pid=1, MMU Fault: ENGINE GRAPHICS faulted @ 0x7f_0000", ""),
+        (f"{HEAD}43, pid=1, Ch 00000010", ""),
+        (f"{HEAD}94, pid=1, Contained: SM (0x1). RST: No, D-RST: No", ""),
+        (f"{HEAD}154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)", ""),
+        ("nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 12028, Non-fatal, Link 02 egress error", ""),
+        (f"{HEAD}74, pid=1, NVLink: fatal error detected on link 4(0x10000, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)", "fails"),
+    ],
+)
+def test_what_becomes_of_the_gpu(line, outlook):
+    event = read_xid(line) or read_sxid(line)
+    assert finding_of(event, 0.0).outlook == outlook
+
+
+def test_a_site_may_say_that_a_code_is_no_reason_to_leave():
+    tables = TABLES.with_site({"xid": {"79": {"outlook": ""}}})
+    assert read_xid(f"{HEAD}79, pid=1, GPU has fallen off the bus.", tables).outlook == ""
 
 
 def test_every_code_has_a_row():

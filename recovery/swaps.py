@@ -1,0 +1,105 @@
+"""Planned swaps: which node should leave at a checkpoint, and whether that is done or only recommended. Pure.
+
+A node that degrades may fail at any time, and has not yet. So it leaves at a moment that costs seconds: when a
+checkpoint has just become complete. What is not proven to be bad hardware is only recommended: people decide.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from diagnosis.signals import Frozen, Outlook
+from diagnosis.taxonomy import FailureClass
+from recovery.policy import Mode
+
+SwapMode = Literal["off", "recommend", "automatic"]
+SwapSignal = Literal["", "SIGUSR1", "SIGUSR2", "SIGTERM"]
+"""What scripts take for a request to save."""
+Cause = Literal["device", "straggler", "drained", "maintenance", "operator"]
+"""`device`: a finding about hardware. `drained`, `maintenance`: the scheduler says so."""
+
+PER_DAY: Final = 4
+"""Swaps within 24 h that nobody has asked for."""
+DAY_S: Final = 86400.0
+STORM_NODES: Final = 3
+"""So many nodes whose devices fail within moments share a cause: none of them is left out for it."""
+STORM_S: Final = 60.0
+
+PROVEN: Final[frozenset[Outlook]] = frozenset({"fails", "degrades", "slows"})
+"""Outlooks of hardware that is proven bad. (`repair` harms nobody before the next reset.)"""
+
+WORDS: Final[dict[FailureClass, str]] = {
+    FailureClass.GPU_ECC_UNCORRECTABLE: "GPU memory errors",
+    FailureClass.GPU_FALLEN_OFF_BUS: "a GPU has fallen off the bus",
+    FailureClass.GPU_HANG: "a GPU wants a reset",
+    FailureClass.NVLINK_ERROR: "NVLink errors",
+    FailureClass.PCIE_ERROR: "a bad PCIe link",
+    FailureClass.GPU_THERMAL_POWER: "a GPU is slowed down by heat or power",
+    FailureClass.CPU_OR_MEMORY_HW: "CPU or memory errors",
+    FailureClass.STRAGGLER_OR_SLOW: "a rank is slow",
+}
+
+
+class SwapCase(Frozen, frozen=True, kw_only=True):
+    """A node that might leave, and what stands in the way now."""
+
+    cause: Cause
+    proven: bool = False
+    """Hardware is proven to be bad, and not only warned of."""
+    wanted: bool = False
+    """An operator has asked for it, or approved it."""
+    setting: SwapMode = "automatic"
+    mode: Mode = "enforce"
+    paused: bool = False
+    spares: int = 0
+    """Nodes that could take its place."""
+    storm: bool = False
+    within_day: int = 0
+    """Swaps of the last 24 h that nobody had asked for."""
+    may_cordon: bool = True
+    """The circuit breaker lets policy cordon it."""
+    left_s: float | None = None
+    """Seconds until the run is complete; None: not known."""
+    cost_s: float | None = None
+    """What a swap takes; None: not known."""
+
+
+class SwapDecision(Frozen, frozen=True, kw_only=True):
+    """`planned`: it leaves at the next checkpoint. `recommended`: people decide. `blocked`: it cannot leave now."""
+
+    state: Literal["planned", "recommended", "blocked"]
+    because: str = ""
+    """What stands in the way, in words."""
+
+
+def decide(case: SwapCase) -> SwapDecision:
+    """What becomes of one node. The same question is asked again at each checkpoint."""
+    if case.spares < 1:
+        return _blocked("no spare can take its place")
+    if case.left_s is not None and case.left_s <= (case.cost_s or 0.0):
+        return _blocked("the run is complete sooner than a swap takes")
+    if case.wanted:
+        return SwapDecision(state="planned")
+    if case.paused:
+        return _blocked("the job is paused")
+    if case.storm:
+        return _blocked("devices of several nodes failed within moments, which one node is not to blame for")
+    if case.mode != "enforce":
+        return _recommended(f"mode {case.mode}")
+    if case.setting != "automatic":
+        return _recommended(f"swap.mode is {case.setting}")
+    if case.cause != "device" or not case.proven:
+        return _recommended("no hardware is proven to be bad")
+    if not case.may_cordon:
+        return _recommended("too many nodes were cordoned within the hour")
+    if case.within_day >= PER_DAY:
+        return _recommended(f"{case.within_day} swaps were made within 24 h")
+    return SwapDecision(state="planned")
+
+
+def _blocked(because: str) -> SwapDecision:
+    return SwapDecision(state="blocked", because=because)
+
+
+def _recommended(because: str) -> SwapDecision:
+    return SwapDecision(state="recommended", because=because)

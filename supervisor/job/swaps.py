@@ -1,0 +1,431 @@
+"""Planned swaps: a node that degrades leaves when a checkpoint has just become complete, and a spare takes its place.
+
+Who proposes one: a finding with an outlook (`diagnosis.signals.Outlook`), a device that failed while its rank trains
+on, a straggler, the scheduler, an operator. `recovery.swaps` says what becomes of it; that is asked again at each
+checkpoint, and shown before it happens. If the run restarts for another reason meanwhile, the node leaves with that
+restart.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.signals import Finding, clean_line
+from diagnosis.taxonomy import FailureClass
+from recovery import swaps
+from recovery.cordon import Cordon
+from recovery.policy import Plan
+from recovery.swaps import Cause, SwapDecision
+from supervisor import messages as m
+from supervisor.job.attempts import Attempt, Attempts
+from supervisor.job.core import Core, NextAttempt, OpenIncident, Wants
+from supervisor.job.incidents import Incidents
+from supervisor.job.nodes import Nodes
+from supervisor.job.scheduler import SchedulerRequests
+from supervisor.notes import note, text_of
+from supervisor.view import SwapView, utc
+
+TEXT_LIMIT: Final = 160
+SURE: Final = 0.9
+INTERVALS: Final = 4
+"""Of the newest saves: they tell when the next is to be expected."""
+REJECTED_KEPT: Final = 256
+TELLS: Final = {"planned": "swap_planned", "recommended": "swap_recommended", "blocked": "swap_blocked"}
+"""State of a proposal -> the kind of note that tells it."""
+
+
+@dataclasses.dataclass
+class ProposedSwap:
+    """A node that should leave. Mutable; `Swaps` owns it."""
+
+    node: str
+    cause: Cause
+    what: str
+    """Why, in a few words."""
+    failure_class: FailureClass
+    since: float
+    text: str = ""
+    """What was seen, in full."""
+    proven: bool = False
+    gpu: str = ""
+    rank: int | None = None
+    share: float = 0.0
+    """Of each step: what it costs the others; 0: not known."""
+    wanted_by: str = ""
+    """The operator who asked for it, or approved it."""
+    before: tuple[str, float] = ("", 0.0)
+    """Path and time of the checkpoint that a restart would have resumed from when it was proposed."""
+    reported: str = ""
+    """The state that people were told last."""
+
+
+class Swaps:
+    def __init__(
+        self,
+        core: Core,
+        nodes: Nodes,
+        attempts: Attempts,
+        scheduler: SchedulerRequests,
+        incidents: Incidents,
+        saved_at: Callable[[int], list[float]],
+    ) -> None:
+        """`saved_at`: when the newest checkpoints of an attempt were complete."""
+        self._core, self._nodes, self._attempts = core, nodes, attempts
+        self._scheduler, self._incidents, self._saved_at = scheduler, incidents, saved_at
+        self.proposed: dict[str, ProposedSwap] = {}
+        """By node."""
+        self._rejected: dict[tuple[str, Cause, FailureClass], None] = {}
+        self._made_at: deque[float] = deque(maxlen=swaps.PER_DAY)
+        """Those that nobody had asked for."""
+        self.made: dict[str, int] = {}
+        """Cause -> how many were made."""
+
+    # ----- queries -----
+
+    def _live(self) -> Attempt | None:
+        attempt = self._attempts.current
+        return attempt if attempt is not None and not attempt.over and not attempt.finishing else None
+
+    @property
+    def _spares(self) -> int:
+        attempt = self._live()
+        if attempt is None:
+            return 0
+        usable = self._nodes.usable()
+        free = sum(node.name not in attempt.member_set and node.quiet_since is None for node in usable)
+        missing = len(attempt.members) - sum(node.name in attempt.member_set for node in usable)
+        return free - missing
+
+    def cost_s(self) -> float | None:
+        """From the order to restart to the first step: of the last recovery, else of the first start."""
+        took = [one.recovery_s for one in self._incidents.log.records if one.recovery_s is not None]
+        if took:
+            return took[-1]
+        since, started = self._attempts.trains_since, self._attempts.started_at
+        return None if since is None or started is None else max(0.0, since - started)
+
+    def next_save_at(self, now: float) -> float | None:
+        """About when the next checkpoint is complete; None: saves tell no rhythm yet."""
+        attempt = self._live()
+        mine = self._saved_at(attempt.number) if attempt is not None else []
+        gaps = [later - earlier for earlier, later in itertools.pairwise(mine)][-INTERVALS:]
+        return max(now, mine[-1] + statistics.median(gaps)) if gaps else None
+
+    def decision(self, swap: ProposedSwap, spares: int | None = None) -> SwapDecision:
+        core, attempt = self._core, self._live()
+        now, left_s = core.now, None
+        if attempt is not None and attempt.last_step is not None and attempt.step is not None and attempt.pace:
+            left_s = (attempt.last_step - attempt.step) * attempt.pace
+        members = len(attempt.members) if attempt is not None else 1
+        case = swaps.SwapCase(
+            cause=swap.cause,
+            proven=swap.proven,
+            wanted=bool(swap.wanted_by),
+            setting=core.spec.swap_mode,
+            mode=core.mode,
+            paused=core.paused,
+            spares=self._spares if spares is None else spares,
+            storm=swap.cause == "device" and self._incidents.is_storm(now),
+            within_day=sum(at > now - swaps.DAY_S for at in self._made_at),
+            may_cordon=bool(self._nodes.cordons.allowed_together([swap.node], members, now)),
+            left_s=left_s,
+            cost_s=self.cost_s(),
+        )
+        return swaps.decide(case)
+
+    def view(self, now: float) -> tuple[SwapView, ...]:
+        return tuple(self._view(swap, now) for swap in self.proposed.values())
+
+    def _view(self, swap: ProposedSwap, now: float) -> SwapView:
+        decision, about, cost_s = self.decision(swap), self.next_save_at(now), self.cost_s()
+        shown = self._arguments(swap, decision)
+        return SwapView(
+            node=swap.node,
+            state=decision.state,
+            cause=swap.cause,
+            why=swap.what,
+            because=decision.because,
+            since=utc(swap.since),
+            about=None if about is None or decision.state != "planned" else utc(about),
+            cost_s=None if cost_s is None else round(cost_s, 1),
+            share_percent=round(100 * swap.share, 1) if swap.share else None,
+            asked_by=swap.wanted_by,
+            text=text_of(note(TELLS[decision.state], **shown)),
+        )
+
+    # ----- who should leave -----
+
+    def finding_arrived(self, finding: Finding, node: str) -> Wants:
+        """A device works on, and is slower or about to fail. (`fails` is for `Degraded` to follow first.)"""
+        if finding.outlook in ("degrades", "slows", "repair"):
+            yield from self.device(finding, node)
+
+    def device(self, finding: Finding, node: str) -> Wants:
+        """The node of this device should leave; `node`: whose agent has found it."""
+        attempt, name = self._live(), finding.node or node
+        if attempt is None or attempt.round is None or name not in attempt.member_set:
+            return
+        if finding.evidence.source == "output" or (finding.scope == "gpu" and finding.rank is None):
+            return  # anybody can write of a device; one that no rank uses is no reason
+        swap = ProposedSwap(
+            node=name,
+            cause="device",
+            what=swaps.WORDS.get(finding.failure_class, finding.failure_class.value),
+            failure_class=finding.failure_class,
+            since=self._core.now,
+            text=clean_line(finding.evidence.text, TEXT_LIMIT),
+            proven=finding.outlook in swaps.PROVEN and finding.severity != "warning",
+            gpu=finding.gpu,
+            rank=finding.rank,
+        )
+        yield from self._propose(swap)
+
+    def stragglers_seen(self, event: m.StragglersSeen, why: str) -> Wants:
+        """`why`: what a check told of a slow rank's device."""
+        attempt = self._live()
+        if attempt is None or attempt.number != event.attempt:
+            return
+        slow = {attempt.rank_nodes[rank]: rank for rank in event.ranks if rank in attempt.rank_nodes}
+        for name in [one.node for one in self.proposed.values() if one.cause == "straggler" and not one.wanted_by]:
+            if name not in slow:
+                yield from self._withdraw(name, "it no longer slows the others down")
+        for name, rank in slow.items():
+            known = self.proposed.get(name)
+            if known is not None:
+                known.share = event.cost
+                continue
+            swap = ProposedSwap(
+                node=name,
+                cause="straggler",
+                what=f"rank {rank} slows the others down{why}",
+                failure_class=FailureClass.STRAGGLER_OR_SLOW,
+                since=self._core.now,
+                rank=rank,
+                share=event.cost,
+            )
+            yield from self._propose(swap)
+
+    def leaving(self, event: m.NodesLeaving) -> Wants:
+        """What the scheduler says of the job's nodes now."""
+        attempt = self._live()
+        members = attempt.member_set if attempt is not None else frozenset()
+        leaving = {self._job_name(one.node): one for one in event.nodes}
+        for name, swap in list(self.proposed.items()):
+            if swap.cause in ("drained", "maintenance") and name not in leaving and not swap.wanted_by:
+                yield from self._withdraw(name, "the scheduler keeps it in service")
+        for name, one in leaving.items():
+            if name not in members or name in self.proposed:
+                continue
+            swap = ProposedSwap(
+                node=name,
+                cause=one.kind,
+                what=clean_line(one.why, TEXT_LIMIT),
+                failure_class=FailureClass.PREEMPTED_OR_CANCELLED,
+                since=self._core.now,
+            )
+            yield from self._propose(swap)
+
+    def _job_name(self, scheduler_node: str) -> str:
+        return next((node.name for node in self._nodes if node.scheduler_name == scheduler_node), scheduler_node)
+
+    def _propose(self, swap: ProposedSwap) -> Wants:
+        known = self.proposed.get(swap.node)
+        off = self._core.spec.swap_mode == "off"
+        if off or (known is not None and (known.proven or not swap.proven)) or self._key(swap) in self._rejected:
+            return
+        swap.before = self._newest()
+        swap.wanted_by = known.wanted_by if known is not None else ""
+        self.proposed[swap.node] = swap
+        yield from self._tell(swap)
+        if self.decision(swap).state == "planned":
+            self._ask_for_checkpoint()
+
+    def _key(self, swap: ProposedSwap) -> tuple[str, Cause, FailureClass]:
+        return swap.node, swap.cause, swap.failure_class
+
+    def _withdraw(self, name: str, why: str) -> Wants:
+        if self.proposed.pop(name, None) is not None:
+            yield note("swap_withdrawn", loud=True, node=name, why=why)
+
+    def _tell(self, swap: ProposedSwap) -> Wants:
+        decision = self.decision(swap)
+        if decision.state != swap.reported:
+            swap.reported = decision.state
+            yield note(TELLS[decision.state], loud=True, **self._arguments(swap, decision))
+
+    def _arguments(self, swap: ProposedSwap, decision: SwapDecision) -> dict[str, Any]:
+        cost_s = self.cost_s()
+        return {
+            "node": swap.node,
+            "why": swap.what,
+            "seen": swap.text or None,
+            "because": decision.because or None,
+            "about": self.next_save_at(self._core.now),
+            "cost_s": None if cost_s is None else max(1, round(cost_s)),
+            "percent": round(100 * swap.share) or None,
+        }
+
+    # ----- operators -----
+
+    def ordered(self, name: str, by: str, reason: str, *, now: bool) -> Wants:
+        """`unbroken swap NODE [--now]`."""
+        attempt = self._live()
+        if attempt is None or attempt.round is None or name not in attempt.member_set:
+            yield note("swap_no_member", refused=True, node=name)
+            return
+        if now and self._core.state not in ("STARTING", "RUNNING"):
+            yield note("swap_not_now", refused=True, node=name, state=self._core.state)
+            return
+        if self._spares < 1:
+            yield note("swap_no_spare", refused=True, node=name)
+            return
+        known = self.proposed.get(name)
+        swap = known or ProposedSwap(
+            node=name,
+            cause="operator",
+            what=reason or f"{by or 'an operator'} wants it out",
+            failure_class=FailureClass.NONE,
+            since=self._core.now,
+            before=self._newest(),
+        )
+        swap.wanted_by = by or "operator"
+        self.proposed[name] = swap
+        if now:
+            yield from self._make([swap], at_once=True)
+            return
+        yield from self._tell(swap)
+        self._ask_for_checkpoint()
+
+    def recommended(self, name: str = "") -> str:
+        """The node whose swap an operator may approve or reject: this one, or the only one."""
+        if name:
+            return name if name in self.proposed else ""
+        return next(iter(self.proposed)) if len(self.proposed) == 1 else ""
+
+    def approve(self, name: str, by: str) -> Wants:
+        swap = self.proposed[name]
+        swap.wanted_by = by or "operator"
+        yield from self._tell(swap)
+        self._ask_for_checkpoint()
+
+    def reject(self, name: str) -> Wants:
+        swap = self.proposed.pop(name)
+        self._rejected[self._key(swap)] = None
+        while len(self._rejected) > REJECTED_KEPT:
+            del self._rejected[next(iter(self._rejected))]
+        yield note("swap_rejected", node=name, why=swap.what)
+
+    def forgive(self, name: str) -> None:
+        """An operator has uncordoned it: what is found from now on counts again."""
+        self._rejected = {key: None for key in self._rejected if key[0] != name}
+
+    # ----- checkpoints -----
+
+    def _newest(self) -> tuple[str, float]:
+        attempt = self._attempts.current
+        try:
+            found = self._attempts.checkpoints.would_choose(attempt.members if attempt is not None else ())
+        except Exception:  # a choice that fails is told when the next attempt is formed
+            return "", 0.0
+        return (found.path, found.modified_at) if found is not None else ("", 0.0)
+
+    def _ask_for_checkpoint(self) -> None:
+        attempt, signal = self._live(), self._core.spec.swap_signal
+        if attempt is not None and signal:
+            self._attempts.ranks_asked()
+            self._nodes.ask_to_save(signal, attempt.members)
+
+    def ranks_saved(self) -> Wants:
+        """All ranks have ended after they were asked to save: the run goes on with the next attempt in any case."""
+        due, spares = [], self._spares
+        for swap in self.proposed.values():
+            if self.decision(swap, spares).state == "planned":
+                due.append(swap)
+                spares -= 1
+        if due:
+            yield from self._make(due)
+        else:
+            yield NextAttempt()
+
+    def checkpoints_seen(self) -> Wants:
+        """A node reports its checkpoints: is there one that is newer than a proposal?"""
+        if not self.proposed or self._core.state != "RUNNING" or self._incidents.active is not None:
+            return
+        newest = self._newest()
+        due, spares = [], self._spares
+        for swap in self.proposed.values():
+            if newest[0] and newest != swap.before and self.decision(swap, spares).state == "planned":
+                due.append(swap)
+                spares -= 1
+        if due:
+            yield from self._make(due)
+            return
+        for swap in self.proposed.values():
+            yield from self._tell(swap)
+
+    # ----- making one -----
+
+    def _make(self, due: list[ProposedSwap], *, at_once: bool = False) -> Wants:
+        """These leave now, all with one restart."""
+        core, attempt = self._core, self._live()
+        assert attempt is not None
+        names, first = ", ".join(swap.node for swap in due), due[0]
+        by_operator = at_once or any(swap.wanted_by for swap in due)
+        self._count(due)
+        why = "; ".join(f"{swap.node}: {swap.what}" for swap in due)
+        when = "at once" if at_once else "a checkpoint is complete"
+        verdict = Verdict(
+            failure_class=first.failure_class,
+            culprits=tuple(Culprit(node=swap.node, gpu=swap.gpu, rank=swap.rank) for swap in due),
+            confidence=SURE,
+            why=why,
+            action="restart_excluding",
+        )
+        plan = Plan(
+            kind="restart",
+            why=f"planned swap, {when}: without {names}",
+            cordons=tuple(self._cordon(swap) for swap in due),
+            counts=False,
+        )
+        want = OpenIncident("swap", f"planned swap of {why}", core.now)
+        yield from self._incidents.act_at_once(want, verdict, plan, by_operator=by_operator)
+
+    def _count(self, due: Iterable[ProposedSwap]) -> None:
+        for swap in due:
+            self.proposed.pop(swap.node, None)
+            self.made[swap.cause] = self.made.get(swap.cause, 0) + 1
+            if not swap.wanted_by:
+                self._made_at.append(self._core.now)
+
+    def _cordon(self, swap: ProposedSwap) -> Cordon:
+        return Cordon(
+            node=swap.node,
+            culprit_gpu=swap.gpu,
+            reason=f"planned swap: {swap.what}" + (f" ({swap.text})" if swap.text else ""),
+            by=swap.wanted_by or "policy",
+            failure_class=None if swap.failure_class is FailureClass.NONE else swap.failure_class,
+            at=self._core.now,
+        )
+
+    def next_attempt_forms(self) -> Wants:
+        """The run restarts for another reason: who should leave, leaves with it. What is known of nodes that have gone,
+        or are cordoned, is forgotten."""
+        attempt, spares = self._attempts.current, self._spares
+        members = attempt.member_set if attempt is not None else frozenset()
+        cordoned = self._nodes.cordoned()
+        for swap in list(self.proposed.values()):
+            gone = swap.node not in members or swap.node in cordoned or not self._nodes.is_present(swap.node)
+            if gone:
+                del self.proposed[swap.node]
+            elif self.decision(swap, spares).state == "planned":
+                spares -= 1
+                self._count([swap])
+                cordon = self._cordon(swap)
+                yield note("cordoned", loud=True, node=swap.node, reason=cordon.reason)
+                yield from self._scheduler.cordon(cordon)

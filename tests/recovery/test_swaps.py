@@ -1,0 +1,55 @@
+"""Whether a node that degrades leaves at the next checkpoint, is only recommended to, or stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from recovery.swaps import PER_DAY, SwapCase, decide
+
+BAD = {"cause": "device", "proven": True, "spares": 1}
+
+
+@pytest.mark.parametrize(
+    ("case", "state"),
+    [
+        (BAD, "planned"),
+        ({**BAD, "proven": False}, "recommended"),
+        ({**BAD, "cause": "straggler", "proven": False}, "recommended"),
+        ({**BAD, "cause": "drained", "proven": False}, "recommended"),
+        ({**BAD, "cause": "maintenance", "proven": False}, "recommended"),
+        ({**BAD, "setting": "recommend"}, "recommended"),
+        ({**BAD, "mode": "recommend"}, "recommended"),
+        ({**BAD, "mode": "observe"}, "recommended"),
+        ({**BAD, "may_cordon": False}, "recommended"),
+        ({**BAD, "within_day": PER_DAY}, "recommended"),
+        ({**BAD, "within_day": PER_DAY - 1}, "planned"),
+        ({**BAD, "spares": 0}, "blocked"),
+        ({**BAD, "paused": True}, "blocked"),
+        ({**BAD, "storm": True}, "blocked"),
+        ({**BAD, "left_s": 30.0, "cost_s": 40.0}, "blocked"),
+        ({**BAD, "left_s": 50.0, "cost_s": 40.0}, "planned"),
+    ],
+)
+def test_what_becomes_of_it(case: dict[str, Any], state: str) -> None:
+    found = decide(SwapCase(**case))
+    assert found.state == state
+    assert bool(found.because) == (state != "planned")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"proven": False},
+        {"setting": "recommend"},
+        {"mode": "observe"},
+        {"paused": True},
+        {"storm": True},
+        {"may_cordon": False},
+        {"within_day": 99},
+    ],
+)
+def test_an_operators_word_is_enough_but_makes_no_spare(more: dict[str, Any]) -> None:
+    assert decide(SwapCase(**{**BAD, **more}, wanted=True)).state == "planned"
+    assert decide(SwapCase(**{**BAD, **more, "spares": 0}, wanted=True)).state == "blocked"

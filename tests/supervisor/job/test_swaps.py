@@ -1,0 +1,365 @@
+"""Devices that fail while their ranks train, and nodes that leave at a checkpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from diagnosis.incident import Culprit, HangReport, Verdict
+from diagnosis.signals import Evidence, Finding, NodeEvidence, Outlook
+from diagnosis.taxonomy import FailureClass
+from recovery.checkpoint import Checkpoint
+from recovery.swaps import PER_DAY
+from supervisor import messages as m
+
+OFF_BUS = Verdict(
+    failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
+    culprits=(Culprit(node="b", rank=2, gpu="0000:c1:00"),),
+    confidence=0.95,
+    why="Xid 79",
+    action="cordon_node_and_restart",
+)
+STRUCK = HangReport(
+    kind="device", ranks=(2,), quiet_s=1.2, limit_s=1.0, phase="steady", why="no step for 1.2 s", early=True
+)
+
+
+def finding(
+    outlook: Outlook,
+    node: str = "b",
+    rank: int | None = 2,
+    failure_class: FailureClass = FailureClass.GPU_FALLEN_OFF_BUS,
+    severity: Any = "fatal",
+    source: str = "kernel",
+    at: float = 1000.0,
+) -> Finding:
+    return Finding(
+        rule="xid_79",
+        failure_class=failure_class,
+        confidence=0.92,
+        scope="gpu",
+        severity=severity,
+        evidence=Evidence(text="Xid 79", source=source),
+        node=node,
+        rank=rank,
+        gpu=f"0000:c1:0{rank}",
+        outlook=outlook,
+        at=at,
+    )
+
+
+class Story:
+    """A job with spares whose nodes get findings and save checkpoints."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver, self.job = driver, driver.job
+        self.findings: Counter[str] = Counter()
+        driver.verdict = OFF_BUS
+        self.save(1)
+
+    def step(self, step: int) -> None:
+        self.driver.tell(m.Progressed, attempt=self.driver.number, step=step, after=10.0)
+
+    def finds(self, outlook: Outlook, node: str = "b", **more: Any) -> None:
+        number, self.findings[node] = self.findings[node], self.findings[node] + 1
+        found = finding(outlook, node, at=self.driver.now, **more)
+        self.driver.tell(m.FindingArrived, node=node, finding=found, number=number, after=0.01)
+
+    def save(self, step: int, *, complete: bool = True) -> None:
+        self.driver.now += 1.0
+        seen = Checkpoint(
+            path=f"/c/step-{step}", step=step, format="x", complete=complete, modified_at=self.driver.now - 0.5
+        )
+        self.driver.tell(m.CheckpointsSeen, node="a", checkpoints=(seen,))
+
+    def answer(self) -> None:
+        for node in ("a", "b"):
+            number = self.job.nodes.request_number
+            self.driver.tell(
+                m.EvidenceArrived, evidence=NodeEvidence(node=node, attempt=self.driver.number, request=number)
+            )
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(self.job.attempt.members)
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {swap.node: swap.state for swap in self.job.view().swaps or ()}
+
+    @property
+    def incidents(self) -> list[str]:
+        return [record.trigger for record in self.job.incidents.log.records]
+
+
+@pytest.fixture
+def story(running: Callable[..., Any]) -> Callable[..., Story]:
+    def make(*, nodes: str = "ab", spares: str = "s", swap_mode: str = "automatic", **more: Any) -> Story:
+        driver = running(*nodes, swap_mode=swap_mode, **more)
+        driver.join(*spares, spare=True)
+        return Story(driver)
+
+    return make
+
+
+# ----- early incidents -----
+
+
+def test_a_failed_device_is_an_incident_at_once_and_evidence_is_collected(story: Any) -> None:
+    job = story()
+    job.finds("fails")
+    assert job.incidents == ["device"]
+    assert (job.driver.state, job.members) == ("RUNNING", ("a", "b"))
+    assert {node for node in ("a", "b") if job.driver.told[node].evidence is not None} == {"a", "b"}
+
+
+def test_without_another_step_the_run_restarts_without_the_node(story: Any) -> None:
+    job = story()
+    job.finds("fails")
+    job.driver.now += 0.5
+    job.answer()
+    job.driver.tell(m.HangConfirmed, attempt=1, report=STRUCK, after=0.7)
+    assert (job.driver.state, job.members) == ("STARTING", ("a", "s"))
+    assert job.incidents == ["hang"], "what is known of the device goes on as this failure"
+    assert job.job.nodes.cordoned() == {"b"}
+
+
+def test_evidence_that_does_not_come_is_waited_for_a_moment_only(story: Any) -> None:
+    job = story()
+    job.finds("fails")
+    job.driver.tell(m.HangConfirmed, attempt=1, report=STRUCK, after=0.7)
+    assert job.driver.state == "DIAGNOSING"
+    assert 0 < job.job.timers["evidence"] - job.driver.now < 0.7
+    job.driver.fire("evidence")
+    assert job.members == ("a", "s")
+
+
+def test_a_rank_that_dies_of_it_is_the_same_incident(story: Any) -> None:
+    job = story()
+    job.finds("fails")
+    job.driver.crash("b", 2)
+    assert job.incidents == ["exit"]
+    assert job.members == ("a", "s")
+
+
+def test_if_training_goes_on_it_becomes_a_planned_swap(story: Any) -> None:
+    job = story()
+    job.step(10)
+    job.finds("fails")
+    job.step(11)
+    assert job.states == {}
+    job.step(12)
+    assert job.states == {"b": "planned"}
+    job.save(13)
+    assert job.members == ("a", "s")
+    assert job.incidents == ["device", "swap"]
+    assert job.job.nodes.cordoned() == {"b"}
+
+
+def test_a_script_that_shows_no_steps_trains_on_when_it_saves(story: Any) -> None:
+    job = story(step=None)
+    job.finds("fails")
+    job.save(2)
+    assert (job.states, job.members) == ({"b": "planned"}, ("a", "b"))
+    job.save(3)
+    assert job.members == ("a", "s")
+
+
+@pytest.mark.parametrize("more", [{"source": "output"}, {"rank": None}, {"node": "s"}])
+def test_what_ranks_write_and_devices_that_no_rank_uses_are_nothing(story: Any, more: dict[str, Any]) -> None:
+    job = story()
+    job.finds("fails", **more)
+    job.finds("degrades", **more)
+    job.step(50)
+    job.save(51)
+    assert (job.incidents, job.states, job.members) == ([], {}, ("a", "b"))
+
+
+def test_a_storm_is_one_incident_and_trips_the_breaker(story: Any) -> None:
+    """Devices of many nodes fail within moments: what they share is to blame, and nobody is left out."""
+    job = story(nodes="abcdefgh", spares="stuvwxyz")
+    for node, rank in zip("bcdef", (2, 4, 6, 8, 10), strict=True):
+        job.finds("fails", node, rank=rank)
+    assert job.incidents == ["device"]
+    job.driver.tell(m.HangConfirmed, attempt=1, report=STRUCK, after=2.0)
+    assert (job.driver.state, job.job.incidents.breaker_tripped) == ("RECOVERING", True)
+    assert job.job.nodes.cordoned() == set()
+
+
+def test_a_storm_that_trains_on_swaps_nobody(story: Any) -> None:
+    job = story(nodes="abcdefgh", spares="stuvwxyz")
+    job.step(10)
+    for node, rank in zip("bcdef", (2, 4, 6, 8, 10), strict=True):
+        job.finds("fails", node, rank=rank)
+    job.step(14)
+    assert set(job.states.values()) == {"blocked"}
+    job.save(15)
+    assert job.members == tuple("abcdefgh")
+
+
+# ----- planned swaps -----
+
+
+def test_a_node_leaves_at_the_next_complete_checkpoint(story: Any) -> None:
+    job = story()
+    job.finds("degrades", severity="error")
+    assert job.states == {"b": "planned"}
+    job.save(2, complete=False)
+    assert job.members == ("a", "b")
+    job.save(2)
+    assert (job.driver.state, job.members) == ("STARTING", ("a", "s"))
+    assert job.job.incidents.budget.used == 0, "it is charged to nobody"
+    job.driver.up(3)
+    assert job.job.view().incidents[-1].closed_at is not None
+    assert job.job.nodes.cordoned() == {"b"}
+
+
+def test_it_is_shown_with_its_time_and_its_price(story: Any) -> None:
+    job = story()
+    for step in (10, 20, 30):
+        job.driver.now += 59.0
+        job.save(step)
+    job.finds("degrades", severity="error", failure_class=FailureClass.NVLINK_ERROR)
+    (swap,) = job.job.view().swaps
+    assert (swap.node, swap.state, swap.why) == ("b", "planned", "NVLink errors")
+    assert swap.about is not None
+    assert 55 < swap.about.timestamp() - job.driver.now < 61
+    assert swap.cost_s is not None
+
+
+@pytest.mark.parametrize(
+    ("outlook", "more"),
+    [("repair", {"severity": "warning"}), ("slows", {"severity": "warning"}), ("repair", {"severity": "error"})],
+)
+def test_what_is_not_proven_is_recommended(story: Any, outlook: Outlook, more: dict[str, Any]) -> None:
+    job = story()
+    job.finds(outlook, **more)
+    assert job.states == {"b": "recommended"}
+    job.save(2)
+    assert job.members == ("a", "b")
+    job.driver.order("approve", "b")
+    assert job.states == {"b": "planned"}
+    job.save(3)
+    assert job.members == ("a", "s")
+
+
+def test_without_a_spare_it_is_told_and_not_done(story: Any) -> None:
+    job = story(spares="")
+    job.finds("degrades", severity="error")
+    assert job.states == {"b": "blocked"}
+    job.save(2)
+    assert job.members == ("a", "b")
+    job.driver.join("s", spare=True)
+    job.save(3)
+    assert job.members == ("a", "s"), "a spare has come meanwhile"
+
+
+def test_a_rejected_node_stays_and_is_not_proposed_again_for_the_same(story: Any) -> None:
+    job = story()
+    job.finds("degrades", severity="error")
+    job.driver.order("reject", "b")
+    job.finds("degrades", severity="error")
+    job.save(2)
+    assert (job.states, job.members) == ({}, ("a", "b"))
+    job.finds("degrades", severity="error", failure_class=FailureClass.NVLINK_ERROR)
+    assert job.states == {"b": "planned"}
+
+
+def test_swaps_are_bounded_for_a_day(story: Any) -> None:
+    job = story(nodes="ab", spares="stuvwxyz"[:6])
+    for number in range(PER_DAY):
+        job.driver.now += 2000.0
+        node = job.members[1]
+        job.finds("degrades", node, severity="error")
+        job.save(10 * (number + 2))
+        assert job.members[1] != node
+        job.driver.up(10 * (number + 2) + 1)
+    job.driver.now += 2000.0
+    node = job.members[1]
+    job.finds("degrades", node, severity="error")
+    assert job.states == {node: "recommended"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "setting"), [("observe", "automatic"), ("recommend", "automatic"), ("enforce", "recommend")]
+)
+def test_mode_and_setting_bound_it(story: Any, mode: str, setting: str) -> None:
+    job = story(mode=mode, swap_mode=setting)
+    job.finds("degrades", severity="error")
+    assert job.states == {"b": "recommended"}
+    job.save(2)
+    assert job.members == ("a", "b")
+
+
+def test_switched_off_nothing_is_said(story: Any) -> None:
+    job = story(swap_mode="off")
+    job.finds("degrades", severity="error")
+    job.save(2)
+    assert (job.states, job.members) == ({}, ("a", "b"))
+
+
+def test_an_operator_swaps_at_the_next_checkpoint_or_at_once(story: Any) -> None:
+    job = story(mode="observe")
+    job.driver.order("swap", "b")
+    assert (job.states, job.members) == ({"b": "planned"}, ("a", "b"))
+    job.save(2)
+    assert (job.driver.state, job.members) == ("STARTING", ("a", "s"))
+    job.driver.up(3)
+    job.driver.order("uncordon", "b")
+    job.driver.order("swap", "s --now")
+    assert (job.driver.state, job.members) == ("STARTING", ("a", "b"))
+    assert job.incidents == ["swap", "swap"]
+    assert job.driver.replayed().view() == job.job.view()
+
+
+@pytest.mark.parametrize(
+    ("argument", "kind"), [("s", "swap_no_member"), ("nobody", "swap_no_member"), ("", "needs_a_node")]
+)
+def test_a_swap_of_nobody_is_refused(story: Any, argument: str, kind: str) -> None:
+    job = story()
+    (refused,) = [one for one in job.driver.order("swap", argument) if isinstance(one, m.Note) and one.refused]
+    assert refused.kind == kind
+
+
+def test_a_run_that_restarts_anyway_leaves_it_behind(story: Any) -> None:
+    job = story()
+    job.finds("degrades", severity="error")
+    job.driver.verdict = Verdict(
+        failure_class=FailureClass.WORKER_CRASH, culprits=(), confidence=0.6, why="killed", action="restart"
+    )
+    job.driver.crash("a", 1)
+    assert job.members == ("a", "s")
+    assert job.states == {}
+
+
+def test_a_straggler_is_recommended_with_its_price_and_withdrawn(story: Any) -> None:
+    job = story()
+    slow = {"attempt": 1, "ranks": (2,), "cost": 0.22, "since": job.driver.now}
+    job.driver.tell(m.StragglersSeen, **slow)
+    (swap,) = job.job.view().swaps
+    assert (swap.state, swap.share_percent) == ("recommended", 22.0)
+    job.driver.tell(m.StragglersSeen, **{**slow, "ranks": ()})
+    assert job.states == {}
+
+
+@pytest.mark.parametrize("kind", ["drained", "maintenance"])
+def test_what_the_scheduler_takes_away_is_recommended_and_withdrawn(story: Any, kind: Any) -> None:
+    job = story()
+    job.driver.tell(m.NodesLeaving, nodes=(m.LeavingNode(node="b", kind=kind, why="by root"),))
+    assert job.states == {"b": "recommended"}
+    job.driver.tell(m.NodesLeaving)
+    assert job.states == {}
+
+
+def test_ranks_are_asked_for_a_checkpoint_and_may_end_after_it(story: Any) -> None:
+    job = story(swap_signal="SIGTERM")
+    job.finds("degrades", severity="error")
+    assert {job.driver.told[node].ask for node in ("a", "b")} == {"SIGTERM"}
+    job.driver.finish()
+    assert (job.driver.state, job.members) == ("STARTING", ("a", "s")), "work is left"
+    job.driver.up(5)
+    job.driver.finish()
+    assert job.job.attempt.finishing, "nobody has asked this attempt"
