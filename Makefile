@@ -7,7 +7,7 @@ MADE   := $(VENV)/.made-$(shell cat pyproject.toml constraints.txt | cksum | cut
 # Compiled modules are kept, also where the environment says not to: tests start our programs a thousand times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test check oldest bench format clean
+.PHONY: demo venv test check oldest bench format clean
 
 demo: $(MADE)  ## a supervised Llama pretraining with faults injected, under three minutes
 	$(BIN)/unbroken demo
@@ -35,6 +35,8 @@ bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
 format: $(MADE)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+venv: $(MADE)
 
 # The virtual environment, made again when what it is made from has changed.
 $(MADE):

@@ -65,6 +65,9 @@ MAY_BE_SKIPPED = "gpu"
 """The one marker whose tests may be skipped under --skips-fail: no CI machine has one."""
 
 
+TOLD_OF_RERUNS = ": timeline"
+"""Of all that is known of a job: the rest goes with the second try."""
+
 IMPORTED: pytest.StashKey[frozenset[str]] = pytest.StashKey()
 """The modules that were there when all tests were collected."""
 
@@ -291,6 +294,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for report in again:
             why = getattr(getattr(report.longrepr, "reprcrash", None), "message", "").partition("\n")[0]
             terminalreporter.line(f"{report.nodeid}: {why}"[:300])
+            for title, text in report.sections:
+                if title.endswith(TOLD_OF_RERUNS):
+                    terminalreporter.line("\n".join(f"    {line[:200]}" for line in text.splitlines()[-60:]))
     reasons = Counter(_reason(report) for report in _skips(config))
     if not reasons:
         return
