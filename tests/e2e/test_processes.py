@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -51,35 +49,6 @@ def test_agent_and_controller_are_killed(supervise: Supervise) -> None:
     assert [i["verdict"]["culprits"][0]["rank"] for i in job.incidents()] == [1]
 
 
-def chaos(job: Any, seed: int, kills: int, rank_kills: int) -> None:
-    """Kill agent, controller or both at random moments, and ranks in between, until the numbers are spent."""
-    dice = random.Random(seed)
-    plan = ["ours"] * kills + ["rank"] * rank_kills
-    dice.shuffle(plan)
-    for what in plan:
-        moment = time.monotonic() + dice.uniform(0.0, 1.5)
-        while time.monotonic() < moment and job.front.poll() is None:
-            time.sleep(0.01)
-        if job.front.poll() is not None:
-            pytest.fail(f"it ended with {job.front.returncode} before seed {seed} was through")
-        if what == "rank":
-            ranks = job.wait_ranks(2)
-            os.kill(ranks[dice.choice([0, 1])], signal.SIGKILL)
-            job.wait_ranks(2, not_in=list(ranks.values()))
-            continue
-        for role in dice.choice([("agent",), ("controller",), ("agent", "controller")]):
-            kill(job, role)
-
-
-@pytest.mark.slow
-def test_random_kills(supervise: Supervise) -> None:
-    """Thirty of them: tests/supervisor/bench/test_bench.py."""
-    job = supervise("plain", pace=0.2)
-    job.wait_step(3)
-    chaos(job, seed=1, kills=3, rank_kills=1)
-    job.succeeds(90)
-
-
 def test_the_front_is_killed(supervise: Supervise) -> None:
     """The user's process is gone: nothing of the job may live on."""
     job = supervise("plain", steps=1000)
@@ -89,9 +58,17 @@ def test_the_front_is_killed(supervise: Supervise) -> None:
     job.until(lambda: not job.kin(), 15, "the end of all processes")
 
 
-def test_the_user_stops_it(supervise: Supervise) -> None:
-    job = supervise("plain", steps=1000)
+def test_the_users_signals(supervise: Supervise) -> None:
+    """Two are the ranks', and a third one stops the run."""
+    job = supervise("plain", steps=1000, env={"RIG_SIGNALS": "1"})
     job.wait_step(12)
+    before = job.ranks()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        job.front.send_signal(number)
+        seen = f"signal-{int(number)}-*"
+        job.until(lambda seen=seen: len(list(job.rig.glob(seen))) == 2, 10, f"{seen} of both ranks")
+    job.wait_step(job.step() + 5)
+    assert job.ranks() == before
     job.front.send_signal(signal.SIGINT)
     assert job.code(20) == 130
     job.until(lambda: not job.kin(), 5, "the end of all processes")
@@ -117,15 +94,3 @@ def test_a_stop_before_the_first_step(supervise: Supervise) -> None:
     job.front.send_signal(signal.SIGINT)
     assert job.code(40) == 130
     job.until(lambda: not job.kin(), 5, "the end of all processes")
-
-
-@pytest.mark.slow
-def test_user_signals_reach_the_ranks(supervise: Supervise) -> None:
-    job = supervise("plain", pace=0.12, env={"RIG_SIGNALS": "1"})
-    job.wait_step(12)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        job.front.send_signal(number)
-        seen = f"signal-{int(number)}-*"
-        job.until(lambda seen=seen: len(list(job.rig.glob(seen))) == 2, 10, f"{seen} of both ranks")
-    job.succeeds()
-    assert job.incidents() == []

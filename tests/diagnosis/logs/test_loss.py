@@ -349,6 +349,23 @@ def test_values_that_are_taken_at_a_glance_change_nothing(seed: int) -> None:
         assert quick.__dict__ | {"_calm_below": None} == thorough.__dict__ | {"_calm_below": None}
 
 
+class Counting(LossWatch):
+    thorough = 0
+
+    def _usual(self) -> tuple[float, float] | None:
+        self.thorough += 1
+        return super()._usual()
+
+
+@pytest.mark.parametrize("curve", [power_law, staircase, longer_contexts])
+def test_most_values_are_taken_at_a_glance(curve: Curve) -> None:
+    """All ranks of a node print one: to find level and noise for each would be most of what its agent costs."""
+    watch, values = Counting(), curve(random.Random(3))
+    for step, value in enumerate(values):
+        watch.feed(step, value)
+    assert watch.thorough < len(values) / 5
+
+
 def test_what_is_calm_is_found_anew_in_each_attempt() -> None:
     """It rises by a third, goes back to before that, and then is twice as high."""
     quick, thorough = LossWatch(), Thorough()
