@@ -70,6 +70,8 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     """What is done about a node that degrades. (Journals of before have none.)"""
     swap_signal: SwapSignal = ""
     """With which ranks are asked for a checkpoint before a planned swap; empty: it waits for the next one."""
+    traceable: bool = False
+    """Ranks make a trace when they are asked (`unbroken run --traceable`)."""
 
 
 class StoreOffer(Frozen, frozen=True, kw_only=True):
@@ -226,6 +228,18 @@ class EvidenceRequest(Frozen, frozen=True, kw_only=True):
     """Empty: all ranks of the node."""
 
 
+class TraceRequest(Frozen, frozen=True, kw_only=True):
+    """An operator wants to know where the time of a step goes; answered in the job folder, under this name."""
+
+    number: int
+    name: str
+    what: Literal["steps", "input"]
+    """`steps`: a Kineto trace of so many steps. `input`: what the data loader's workers do."""
+    ranks: tuple[int, ...]
+    steps: int
+    budget_s: float
+
+
 class Outcome(Frozen, frozen=True, kw_only=True):
     """How the job ended."""
 
@@ -268,6 +282,7 @@ class Assignment(Frozen, frozen=True, kw_only=True, tag="assignment"):
     may_requeue: bool = False
     """Should the controller be gone for good: the scheduler may be asked to start the job again."""
     evidence: EvidenceRequest | None = None
+    trace: TraceRequest | None = None
     space: SpaceWanted | None = None
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT (once for each `wake_number`)."""
@@ -649,7 +664,18 @@ class TimerFired(Event, frozen=True, kw_only=True, tag="timer_fired"):
 
 
 CommandName = Literal[
-    "pause", "resume", "restart", "stop", "cordon", "uncordon", "mode", "approve", "reject", "rollback", "swap"
+    "pause",
+    "resume",
+    "restart",
+    "stop",
+    "cordon",
+    "uncordon",
+    "mode",
+    "approve",
+    "reject",
+    "rollback",
+    "swap",
+    "trace",
 ]
 
 

@@ -221,6 +221,16 @@ KINDS: Final[dict[str, Kind]] = {
     "still_left_out": _kind("{node} is still not used: {place} is cordoned ({reason})"),
     "plan_needs_approval": _kind("the waiting plan is carried out only after `unbroken approve`"),
     "restart_completes": _kind("the restart that has begun is completed; after that the job only watches"),
+    "trace_asked": _kind(
+        "rank[many?s] {ranks} [many?are][!many?is] asked [input?what the workers of the data loader do]"
+        "[!input?for a trace of {steps:#step}]"
+    ),
+    "trace_unclear": _kind("a trace of what? {argument!r} is not what `unbroken trace` sends"),
+    "trace_nothing_runs": _kind("no attempt runs: there is nothing to trace"),
+    "trace_not_allowed": _kind(
+        "the job was not started with `unbroken run --traceable`: its ranks cannot be asked for traces"
+    ),
+    "trace_no_rank": _kind("the attempt has no rank {ranks}"),
     # the scheduler
     "scheduler_says": _kind("{scheduler}: {text}"),
     "nodes_kept": _kind("{scheduler} may keep the nodes of this job allocated: {text}"),

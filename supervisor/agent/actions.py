@@ -39,12 +39,14 @@ from supervisor.agent.reconcile import (
     Join,
     KillWorkers,
     Launch,
+    MakeTrace,
     NodeAction,
     Prepare,
     Stop,
     WakeRanks,
 )
 from supervisor.agent.state import AgentState
+from supervisor.agent.tracing import Tracer
 from supervisor.blocking import BlockingCalls, timeout
 from supervisor.files import write_atomically
 from supervisor.keeper_client import KeeperClient
@@ -229,9 +231,11 @@ class ActionRunner:
         evidence: EvidenceCollector,
         checkpoints: CheckpointMonitor,
         mover: MoverRunner,
+        tracer: Tracer,
     ) -> None:
         self._state = state
         self._mover = mover
+        self._tracer = tracer
         self._plan = state.plan
         self._keeper = keeper
         self._launcher = launcher
@@ -275,6 +279,10 @@ class ActionRunner:
                 self._state.work.start(
                     f"evidence {assignment.evidence.number}", self._evidence.collect_requested(assignment.evidence)
                 )
+            case MakeTrace():
+                assert assignment.trace is not None
+                self._state.saved.traced = assignment.trace.number
+                self._state.work.start("trace", self._tracer.answer(assignment.trace), wakes=False)
             case Finished():
                 self._finish(assignment)
 

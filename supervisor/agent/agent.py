@@ -40,6 +40,7 @@ from supervisor.agent.reconcile import Collect, launcher_state, out_of_bounds, r
 from supervisor.agent.snapshots import SnapshotMonitor
 from supervisor.agent.space import SpaceMonitor
 from supervisor.agent.state import AgentState
+from supervisor.agent.tracing import Tracer
 from supervisor.config import NodePlan, load_site_or_default, read_plan, use_rules
 from supervisor.errors import KeeperError
 from supervisor.files import read_own
@@ -273,8 +274,9 @@ class NodeAgent:
         self._launcher = LauncherSocket(state, self._health.release_gpus)
         self._evidence = EvidenceCollector(state, self._ranks, self._health.current_findings)
         self._mover = MoverRunner(state, self._checkpoints)
+        self._tracer = Tracer(state)
         self._actions = ActionRunner(
-            state, self._keeper, self._launcher, self._evidence, self._checkpoints, self._mover
+            state, self._keeper, self._launcher, self._evidence, self._checkpoints, self._mover, self._tracer
         )
         self._orphan = OrphanHandler(state, self._link, self._ranks, self._keeper)
         self._drain_requests = DrainRequests(state, site.drain_requests)
@@ -300,6 +302,7 @@ class NodeAgent:
     async def run(self) -> None:
         """Until the job has an outcome and nothing runs here any more."""
         server = await self._launcher.serve(self._state.paths.agent_socket)
+        self._tracer.listen()
         followers = (
             self._keeper.watch(self._state.set_keeper),
             self._link.run(self._receive),
@@ -318,6 +321,7 @@ class NodeAgent:
             await self._metrics.stop()
         finally:
             server.close()
+            self._tracer.close()
             self._state.work.cancel()
             for task in (*tasks, mover):
                 task.cancel()

@@ -23,6 +23,9 @@ from supervisor.messages import Assignment, LauncherState, Round
 
 LONGEST_GRACE_S = 3600.0
 LONGEST_EVIDENCE_S = 300.0
+LONGEST_TRACE_S = 600.0
+TRACED_STEPS = 100
+TRACED_RANKS = 64
 ATTEMPTS = 10_000_000
 RANKS = NODES = 1_000_000
 PATH_CHARACTERS = 4096
@@ -32,6 +35,7 @@ SOURCES = 65_536
 NOTICES = 10_000
 SKIPPED_BATCHES = 1_000_000
 STOP_SIGNALS = frozenset({"SIGINT", "SIGTERM"})
+_TRACE_NAME = re.compile(r"[a-z0-9]{4,16}")
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{0,255}")
 """Empty, with port 0, where a controller that lost its journal found ranks that run already."""
 
@@ -46,7 +50,7 @@ def out_of_bounds(assignment: Assignment, node: str) -> str:
         return f"its stop signal is {assignment.stop_signal[:20]!r}"
     if not _within(assignment.grace_s, LONGEST_GRACE_S):
         return f"its grace period is {assignment.grace_s} s"
-    return _round(assignment) or _evidence(assignment) or _paths(assignment) or _tiers(assignment)
+    return _round(assignment) or _evidence(assignment) or _trace(assignment) or _paths(assignment) or _tiers(assignment)
 
 
 def _round(assignment: Assignment) -> str:
@@ -70,6 +74,17 @@ def _evidence(assignment: Assignment) -> str:
     ranks = (*assignment.wake, *(asked.ranks if asked is not None else ()))
     if len(ranks) > RANKS or not all(0 <= rank < RANKS for rank in ranks):
         return "it names impossible ranks"
+    return ""
+
+
+def _trace(assignment: Assignment) -> str:
+    asked = assignment.trace
+    if asked is None:
+        return ""
+    if not _TRACE_NAME.fullmatch(asked.name) or not 0 < asked.steps <= TRACED_STEPS:
+        return "its trace has no name, or too many steps"
+    if not _within(asked.budget_s, LONGEST_TRACE_S) or len(asked.ranks) > TRACED_RANKS:
+        return f"its trace may take {asked.budget_s} s, of {len(asked.ranks)} ranks"
     return ""
 
 
@@ -139,6 +154,8 @@ class NodeSituation(Frozen, frozen=True, kw_only=True):
     """The newest evidence request that was taken up."""
     woken: int = 0
     asked: int = 0
+    traced: int = 0
+    """The newest request for traces that was taken up."""
     may_launch: bool = True
     """False while a launcher that ended before it started any rank is not to be followed by the next."""
 
@@ -199,6 +216,10 @@ class Collect(Frozen, frozen=True, kw_only=True, tag=True):
     """Take up the evidence request of the assignment."""
 
 
+class MakeTrace(Frozen, frozen=True, kw_only=True, tag=True):
+    """Take up the assignment's request for traces."""
+
+
 class Finished(Frozen, frozen=True, kw_only=True, tag=True):
     """The job has an outcome and nothing runs any more on this node."""
 
@@ -214,6 +235,7 @@ NodeAction = (
     | WakeRanks
     | AskRanks
     | Collect
+    | MakeTrace
     | Finished
 )
 
@@ -227,6 +249,8 @@ def reconcile(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
         actions.append(AskRanks(signal=assignment.ask, number=assignment.ask_number))
     if assignment.evidence is not None and assignment.evidence.number > node.collected:
         actions.append(Collect())
+    if assignment.trace is not None and assignment.trace.number > node.traced:
+        actions.append(MakeTrace())
     if assignment.stage == "stop" or assignment.outcome is not None:
         actions.extend(_stop(assignment, node))
     elif assignment.role != "member":

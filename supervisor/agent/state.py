@@ -48,6 +48,8 @@ class SavedState(msgspec.Struct, kw_only=True):
     """Newest request to wake stopped ranks that was carried out."""
     asked: int = 0
     """Newest request to ask ranks for a checkpoint that was carried out."""
+    traced: int = 0
+    """Newest request for traces that was taken up."""
     notice: int = 0
     """Newest notice of the controller that was shown."""
     crash_attempt: int = 0
@@ -266,5 +268,6 @@ class AgentState:
             collected=self.saved.collected,
             woken=self.saved.woken,
             asked=self.saved.asked,
+            traced=self.saved.traced,
             may_launch=may_launch,
         )

@@ -453,7 +453,7 @@ def give(
         command=name,
         argument=argument,
         reason=reason,
-        by=_operator(),
+        by=operator_name(),
         dry_run=dry_run,
         confirm="" if yes or dry_run else confirm,
     )
@@ -464,17 +464,17 @@ def give(
     else:
         if job.is_guessed and job.folder is not None and not as_json:
             warn(f"the job is {job.folder}, the newest here")
-        answer = _send(request, job)
+        answer = send(request, job)
         if answer.get("confirm"):
             _confirm(request, answer)
-            answer = _send(msgspec.structs.replace(request, confirm=""), job)
+            answer = send(msgspec.structs.replace(request, confirm=""), job)
     lines = [answer["would"]] if dry_run else answer["notes"] or [f"{name}: done"]
     print_answer(answer, as_json, lambda _: click.echo("\n".join(lines)))
     unknown = ExitCode.UNKNOWN_NODE if answer.get("unknown_node") else ExitCode.DONE
     sys.exit(ExitCode.NOT_DONE if answer.get("refused") else unknown)
 
 
-def _send(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
+def send(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
     """The controller's answer. Every error also says whether anything was done."""
     try:
         return job.client().command(request)
@@ -515,7 +515,7 @@ def _confirm(request: CommandRequest, answer: dict[str, Any]) -> None:
     click.confirm(f"{request.command} {request.argument}".rstrip() + "?", abort=True, err=True)
 
 
-def _operator() -> str:
+def operator_name() -> str:
     import getpass
     import socket
 

@@ -116,6 +116,9 @@ def _run_options(command: F) -> F:
             metavar="S",
             help="End a held job after S seconds; 0: never.  [86400]",
         ),
+        click.option(
+            "--traceable", is_flag=True, help="Let `unbroken trace` have ranks make traces (torch 2.7 and newer)."
+        ),
         click.option("--quiet", "-q", is_flag=True, default=None, help="Print only unbroken's final status line."),
         click.option("--json", "as_json", is_flag=True, help="The outcome as JSON on the last line of stderr."),
     ]
@@ -127,7 +130,14 @@ def _run_options(command: F) -> F:
 @main.command("run", context_settings={"allow_interspersed_args": False})
 @_run_options
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_json: bool, **flags: Any) -> None:
+def run(
+    command: tuple[str, ...],
+    spare: bool,
+    nproc_per_node: str | None,
+    traceable: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
     """Run COMMAND under supervision.
 
     Watch it, and restart it from its newest good checkpoint when it breaks.
@@ -139,7 +149,9 @@ def run(command: tuple[str, ...], spare: bool, nproc_per_node: str | None, as_js
 
     settings = config.load_here(settings_given(flags)).settings
     _check(settings)
-    options = front.RunOptions(settings=settings, spare=spare, nproc_per_node=nproc_per_node, json=as_json)
+    options = front.RunOptions(
+        settings=settings, spare=spare, nproc_per_node=nproc_per_node, json=as_json, traceable=traceable
+    )
     sys.exit(front.main(options, list(command)))
 
 

@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+import secrets
+import time
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 import msgspec
 
-from supervisor.cli.output import print_answer
+from supervisor.cli.job_commands import JobHandle, job_options, operator_name, send, status_from_journal
+from supervisor.cli.output import print_answer, warn
+from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
+from supervisor.messages import CommandRequest
+
+MOST_RANKS: Final = 64
+USUAL_RANKS: Final = 8
+LOOK_EVERY_S: Final = 0.25
+GRACE_S: Final = 30.0
+"""Nodes pack their traces, and a shared file system shows them late."""
 
 MOST_RANKS_SHOWN: Final = 64
 
 
+def _ranks(_: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """`0,3-5`."""
+    found: set[int] = set()
+    for part in (value or "").split(",") if value else ():
+        first, _dash, last = part.partition("-")
+        last = last or first
+        if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit() and len(last) < 8):
+            raise click.BadParameter("give numbers as in 0,3-5", param=parameter)
+        if int(last) - int(first) >= MOST_RANKS:
+            raise click.BadParameter(f"at most {MOST_RANKS} ranks at once", param=parameter)
+        found |= set(range(int(first), int(last) + 1))
+    if len(found) > MOST_RANKS:
+        raise click.BadParameter(f"at most {MOST_RANKS} ranks at once", param=parameter)
+    return tuple(sorted(found))
+
+
 @click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/traces.md.")
-def trace(files: tuple[Path, ...], as_json: bool) -> None:
+@click.argument("files", nargs=-1, metavar="[FILE...]", type=click.Path(path_type=Path))
+@click.option("--ranks", callback=_ranks, metavar="R,R-R", help="Ask these ranks.  [a few, the slow ones among them]")
+@click.option("--steps", type=click.IntRange(1, 100), default=3, metavar="N", help="Trace N whole steps.  [3]")
+@click.option("--wait", "wait_s", type=click.IntRange(1, 600), default=60, metavar="S", help="Wait S seconds.  [60]")
+@job_options
+def trace(
+    job: JobHandle, as_json: bool, files: tuple[Path, ...], ranks: tuple[int, ...], steps: int, wait_s: int
+) -> None:
     """Say where the time of a step goes, rank by rank.
 
-    FILE: Kineto traces of ranks, a folder of them, or one timeline of operations (Parquet or CSV): then what the slow
-    operations cost.
+    Ranks of the running job make a trace now (`unbroken run --traceable`); it is kept in the job folder.
+    With FILE, what is there is read: Kineto traces of ranks, a folder of them, or one timeline of operations (Parquet
+    or CSV): then what the slow operations cost.
     """
+    if not files:
+        _ask(job, Order(what="", ranks=ranks, steps=steps, wait_s=wait_s), as_json)
+        return
     from supervisor.diagnose.traces import TraceUnreadable, is_timeline, trace_files
 
     named = [found for file in files for found in (trace_files(file) if file.is_dir() else [file])]
@@ -35,6 +71,91 @@ def trace(files: tuple[Path, ...], as_json: bool) -> None:
         print_answer(what_if(named[0]), as_json, _show_what_if)
     else:
         print_answer(summary(named), as_json, show)
+
+
+# ----- a running job -----
+
+
+class Order(NamedTuple):
+    what: str
+    """Empty: a trace of steps. `--input`: what the data loader's workers do."""
+    ranks: tuple[int, ...]
+    steps: int
+    wait_s: int
+
+    def words(self, name: str) -> str:
+        """As the job reads it (`supervisor.job.traces`)."""
+        ranks = ",".join(map(str, self.ranks))
+        return f"{name} --ranks {ranks} --wait {self.wait_s} " + (self.what or f"--steps {self.steps}")
+
+
+def _ask(job: JobHandle, order: Order, as_json: bool) -> None:
+    if job.folder is None:
+        raise JobNotFound("the answer is put into the job folder: name it with --job-dir")
+    status = job.read("/v1/status", status_from_journal)
+    places = {rank: node["node"] for node in status["nodes"] for rank in node["ranks"]}
+    if not places or status["outcome"] is not None:
+        raise UnbrokenError("no attempt runs: there is nothing to trace")
+    order = order._replace(ranks=order.ranks or _chosen(sorted(places), (status.get("stragglers") or {}).get("ranks")))
+    name = secrets.token_hex(4)
+    command = CommandRequest(command="trace", argument=order.words(name), by=operator_name())
+    answer = send(command, job)
+    if answer.get("refused"):
+        raise UnbrokenError("; ".join(answer["notes"]))
+    nodes = {places[rank] for rank in order.ranks if rank in places}
+    if not as_json:
+        warn(f"rank{'s' * (len(order.ranks) > 1)} {', '.join(map(str, order.ranks))} asked: at most {order.wait_s} s")
+    attempt = job.folder / "attempts" / str(status["attempt"])
+    answers = _awaited(attempt, name, nodes, order.wait_s + GRACE_S)
+    problems = _problems(answers, nodes)
+    files = [
+        attempt / one["node"] / rank["file"] for one in answers for rank in one.get("ranks", ()) if rank.get("file")
+    ]
+    for problem in problems:
+        warn(problem)
+    if not files:
+        raise UnbrokenError("there is no trace", ExitCode.NOT_DONE)
+    print_answer({**summary(files), "problems": problems}, as_json, show)
+    if not as_json:
+        click.echo(f"The traces are in {attempt}; open them in Perfetto (ui.perfetto.dev)")
+
+
+def _chosen(ranks: Sequence[int], slow: Sequence[int] | None) -> tuple[int, ...]:
+    """A few that are spread over the job, the slow ones among them."""
+    slow = [rank for rank in slow or () if rank in ranks][: USUAL_RANKS // 2]
+    left = USUAL_RANKS - len(slow)
+    others = [rank for rank in ranks if rank not in slow]
+    spread = others if len(others) <= left else [others[at * len(others) // left] for at in range(left)]
+    return tuple(sorted({*slow, *spread}))
+
+
+def _awaited(attempt: Path, name: str, nodes: Collection[str], wait_s: float) -> list[dict[str, Any]]:
+    """The answers of the nodes; of those that gave none until then, nothing."""
+    found: dict[str, dict[str, Any]] = {}
+    until = time.monotonic() + wait_s
+    while len(found) < len(nodes) and time.monotonic() < until:
+        for node in set(nodes) - set(found):
+            try:
+                found[node] = msgspec.json.decode((attempt / node / f"trace-{name}.json").read_bytes())
+            except (OSError, msgspec.DecodeError):
+                continue
+        time.sleep(LOOK_EVERY_S)
+    return [found[node] for node in sorted(found)]
+
+
+def _problems(answers: Sequence[dict[str, Any]], nodes: Collection[str]) -> list[str]:
+    told = [f"{one['node']}: {one['problem']}" for one in answers if one.get("problem")]
+    told += [
+        f"rank {rank['rank']}: {rank['problem']}"
+        for one in answers
+        for rank in one.get("ranks", ())
+        if rank.get("problem")
+    ]
+    silent = sorted(set(nodes) - {one["node"] for one in answers})
+    return told + ([f"no answer from {', '.join(silent)}"] if silent else [])
+
+
+# ----- files -----
 
 
 def summary(files: Sequence[Path]) -> dict[str, Any]:
@@ -50,7 +171,7 @@ def summary(files: Sequence[Path]) -> dict[str, Any]:
     return {
         "schema": 1,
         "files": [str(file) for file in files],
-        "ranks": [time._asdict() for time in times],
+        "ranks": [one._asdict() for one in times],
         "slowest": None if worst is None else {**worst._asdict(), "share": worst.share},
     }
 
@@ -82,12 +203,12 @@ def words(answer: dict[str, Any]) -> Iterable[str]:
 
     times = [RankTime(**one) for one in answer["ranks"]]
     yield "rank      step  " + "  ".join(f"{part:>13}" for part in PARTS)
-    for time in times[:MOST_RANKS_SHOWN]:
-        shares = (time.parts[part] / time.step_s if time.step_s else 0.0 for part in PARTS)
-        yield f"{time.rank:>4}  {_time(time.step_s):>8}  " + "  ".join(f"{share:>12.0%} " for share in shares)
+    for one in times[:MOST_RANKS_SHOWN]:
+        shares = (one.parts[part] / one.step_s if one.step_s else 0.0 for part in PARTS)
+        yield f"{one.rank:>4}  {_time(one.step_s):>8}  " + "  ".join(f"{share:>12.0%} " for share in shares)
     if len(times) > MOST_RANKS_SHOWN:
         yield f"... and {len(times) - MOST_RANKS_SHOWN} more (--json has all)"
-    if any(not time.steps for time in times):
+    if any(not one.steps for one in times):
         yield "No optimizer of torch took two steps in this time: `step` is the whole trace."
     if longest := max(times, key=lambda one: one.own_s).longest:
         rank = max(times, key=lambda one: one.own_s).rank
@@ -95,12 +216,13 @@ def words(answer: dict[str, Any]) -> Iterable[str]:
     worst = answer["slowest"]
     if worst is not None:
         yield (
-            f"The others wait for rank {worst['rank']}: a step would take {_time(worst['without_s'])} instead of "
-            f"{_time(worst['step_s'])} if it were as quick as they are ({worst['share']:.0%})"
+            f"In these steps the others wait for rank {worst['rank']}: a step would take "
+            f"{_time(worst['without_s'])} instead of {_time(worst['step_s'])} if it were as quick as they are "
+            f"({worst['share']:.0%})"
         )
     elif len(times) > 1:
         yield "No rank is slower than the others by much."
-    if left_out := sum(time.left_out for time in times):
+    if left_out := sum(one.left_out for one in times):
         yield f"{left_out:,} events were left out: they are no events, or too many."
 
 

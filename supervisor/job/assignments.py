@@ -11,6 +11,7 @@ from supervisor.job.attempts import Attempts, Space
 from supervisor.job.core import Core
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.scheduler import SchedulerRequests
+from supervisor.job.traces import Traces
 from supervisor.messages import Assign, Assignment, Stage
 
 NOTICES_KEPT = 20
@@ -26,9 +27,10 @@ class Assignments:
         attempts: Attempts,
         scheduler: SchedulerRequests,
         space: Space,
+        traces: Traces,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
-        self._scheduler, self._space = scheduler, space
+        self._scheduler, self._space, self._traces = scheduler, space, traces
         self.sent: dict[str, Assignment] = {}
         """Node -> its newest assignment."""
         self._version = 0
@@ -161,6 +163,7 @@ class Assignments:
             stage=stage,
             prepare=attempt.prepare if attempt is not None and prepares else (),
             evidence=node.request,
+            trace=self._traces.of(node.name),
             wake=node.wake,
             wake_number=node.wake_number,
             ask=node.ask if member else "",

@@ -97,6 +97,7 @@ from supervisor.job.replicas import ReplicaGuard
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.swaps import Swaps
 from supervisor.job.tiers import Tiers
+from supervisor.job.traces import Traces
 from supervisor.messages import AnyEvent
 from supervisor.node_diff import Difference
 from supervisor.notes import note, text_of
@@ -177,10 +178,19 @@ class Job:
         self.degraded = Degraded(core, attempts, self.incidents)
         self.replicas = ReplicaGuard(core, attempts, self.incidents)
         self.guard = LossGuard(core, attempts, self.incidents, self.replicas)
+        self.traces = Traces(core, nodes, attempts)
         self.operator = Operator(
-            core, nodes, attempts, self.incidents, self.scheduler, self.space, self.guard, self.swaps
+            core,
+            nodes,
+            attempts,
+            self.incidents,
+            self.scheduler,
+            self.space,
+            self.guard,
+            self.swaps,
+            self.traces,
         )
-        self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space)
+        self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space, self.traces)
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""

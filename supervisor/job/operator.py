@@ -32,6 +32,7 @@ from supervisor.job.loss import LossGuard
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.swaps import Swaps
+from supervisor.job.traces import Traces
 from supervisor.notes import note
 from supervisor.view import utc
 
@@ -51,6 +52,7 @@ class Operator:
         space: Space,
         guard: LossGuard,
         swaps: Swaps,
+        traces: Traces,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
         self._incidents, self._scheduler, self._space, self._guard = incidents, scheduler, space, guard
@@ -67,6 +69,7 @@ class Operator:
             "reject": self._reject,
             "rollback": self._rollback,
             "swap": self._swap,
+            "trace": traces.asked,
         }
 
     # ----- what the job waits for -----

@@ -42,6 +42,8 @@ from supervisor.run.lease import Holder, Lease, holder_here, take
 from supervisor.run.torchrun_options import TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.training import launcher_variables, write_stub
 
+PROFILER_DAEMON = "KINETO_USE_DAEMON"
+"""torch's profiler asks for orders."""
 RANKS_EXPECTED = 16
 """On a node whose number of ranks is not known before torchrun finds it out."""
 
@@ -54,6 +56,8 @@ class RunOptions:
     spare: bool = False
     nproc_per_node: str | None = None
     json: bool = False
+    traceable: bool = False
+    """Ranks make a trace when they are asked (`unbroken trace`)."""
 
     @property
     def run(self) -> RunSettings:
@@ -130,6 +134,8 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         lease = _lease(options, read, index, job_dir, holder_here(node, job_id, int(scheduler.get("requeues", 0))))
         slots = _slots(read, environment)
         launcher_argv, launcher_env = _launcher(read, name, python, node, local.paths, environment)
+        if options.traceable:
+            launcher_env = {PROFILER_DAEMON: "1", **launcher_env}
         plan = NodePlan(
             node=node,
             job_dir=str(job_dir),
@@ -249,6 +255,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         loss_guard=options.settings.loss.guard,
         swap_mode=options.settings.swap.mode,
         swap_signal=options.settings.swap.signal,
+        traceable=options.traceable,
     )
     restarts = read.max_restarts if options.run.max_restarts is None else options.run.max_restarts
     given = {
@@ -370,6 +377,7 @@ def _processes(nproc: str, environment: Mapping[str, str]) -> int | None:
 def _keeper_env(read: TorchrunCommand, environment: Mapping[str, str]) -> dict[str, str]:
     """The workers' environment as far as it decides how torch is loaded: the keeper loads it for them."""
     env = dict(environment)
+    env.pop(PROFILER_DAEMON, None)  # a rank begins with it itself: a thread of the keeper would not be in a fork
     if starts_with_omp_default(_processes(read.nproc_per_node, environment), environment):
         env["OMP_NUM_THREADS"] = "1"
     return env

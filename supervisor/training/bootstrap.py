@@ -68,6 +68,7 @@ def run_worker(argv: list[str]) -> None:
     if os.environ.get("UNBROKEN_SNAPSHOT_FILES"):
         os.environ["UNBROKEN_SNAPSHOT_PID"] = str(os.getpid())
     allow_tracing()
+    allow_profiling()
     if local_dir and attempt and rank:
         prefix = os.path.join(local_dir, "attempts", attempt, f"rank{rank}")
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -128,6 +129,16 @@ def allow_tracing() -> None:
         prctl(PR_SET_PTRACER, -1)
     except Exception:
         pass
+
+
+def allow_profiling() -> None:
+    """Let the agent ask for traces, where the job was started so."""
+    if not os.environ.get("KINETO_USE_DAEMON"):
+        return
+    try:
+        sibling("tracing").start()
+    except Exception as error:
+        print(f"unbroken: no traces of this rank: {error}", file=sys.stderr)
 
 
 def rebuild_streams(in_place: bool = False) -> None:
