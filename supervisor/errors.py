@@ -23,6 +23,7 @@
 
     InternalError                   handled where it is met: nobody is told, and there is no exit code
     ├── NoController                there is no address or token yet (agent.link)
+    ├── NoTrace                     a rank or a node makes no trace: the answer says why (agent.tracing)
     ├── WebSocketError, FrameError  the other end does not keep to the protocol (agent.link, wire.websocket)
     ├── Unproven, Forged            the other end does not prove that it knows the token (wire.authentication)
     ├── CopyError                   a checkpoint cannot be copied (mover.copying)

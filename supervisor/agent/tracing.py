@@ -27,6 +27,7 @@ import msgspec
 from diagnosis.signals import Frozen, clean_line
 from supervisor.agent.state import AgentState
 from supervisor.blocking import BlockingCalls
+from supervisor.errors import InternalError
 from supervisor.files import write_atomically
 from supervisor.keeper_client import WorkerProcess
 from supervisor.messages import TraceRequest
@@ -74,7 +75,7 @@ class TraceAnswer(Frozen, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class NoTrace(Exception):
+class NoTrace(InternalError):
     """The text says why."""
 
 

@@ -246,5 +246,6 @@ def test_no_field_names_a_program_or_a_variable() -> None:
         *"evidence wake wake_number evidence_seen findings_seen grace_s stop_signal outcome notices".split(),
         *"space drain_request".split(),  # folders to look at; a reason for root's programs, who check it
         *"ask ask_number".split(),  # one of three signals, for ranks that handle it
+        "trace",  # a name without a path in it, checked by `out_of_bounds`; what is written is in the job folder
         "tiers",  # names below its own checkpoint folder, checked again by its mover; peers, who prove themselves
     }
