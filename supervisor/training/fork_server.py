@@ -38,7 +38,7 @@ else:
 to_json = json.dumps
 """As it was before the imports."""
 WORK_S = 0.02
-"""After so much importing it sleeps as long: it takes half a core at most, beside a training that runs."""
+"""After so much CPU time it sleeps as long: it takes half a core at most, beside a training that runs."""
 MOST_NAMES = 20_000
 """Of a user's folder."""
 ADOPTED_S = 2.0
@@ -132,14 +132,15 @@ class Finder:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.rested_at = time.monotonic()
+        self.worked_s = time.thread_time()
+        """When it last slept. What it waits for a file system or a busy core counts as rest."""
 
     def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> None:
         self.names.add(name.partition(".")[0])
-        worked = time.monotonic() - self.rested_at
+        worked = time.thread_time() - self.worked_s
         if worked > WORK_S:
             time.sleep(min(worked, 1.0))
-            self.rested_at = time.monotonic()
+            self.worked_s = time.thread_time()
 
 
 def serve(become: Any, close_in_fork: Callable[[], None]) -> Any:
@@ -618,8 +619,17 @@ def rebound(before: list[tuple[str, Any, dict[str, Any]]]) -> set[tuple[str, str
         (name, key)
         for name, space, values in before
         for key, value in values.items()
-        if key in space and space[key] is not value
+        if key in space and space[key] is not value and not hidden_from_compiler(space[key], value)
     }
+
+
+def hidden_from_compiler(now: Any, before: Any) -> bool:
+    """The same function in a wrapper of torch's, into which torch.compile does not look. `torch.compile` at the top of
+    a module, as torchtitan has it, puts some of torch's own functions into one."""
+    try:
+        return object.__getattribute__(now, "__dict__").get("_torchdynamo_orig_callable") is before
+    except AttributeError:
+        return False
 
 
 def difference(before: dict[str, str], after: dict[str, str]) -> dict[str, str | None]:
