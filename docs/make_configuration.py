@@ -64,6 +64,9 @@ targets_dir = "/shared/unbroken/targets"
 [scheduler]
 name = "slurm"
 
+[ledger]
+folder = "/shared/unbroken/ledger"        # one for all jobs of the cluster
+
 [opinion]
 backend = "endpoint"
 url = "https://models.example.org/v1"
@@ -110,6 +113,7 @@ TABLES = {
     "controller": "",
     "metrics": "[metrics.md](metrics.md) says what is told, and where Prometheus finds it.",
     "scheduler": "",
+    "ledger": "What all jobs of a cluster know of its nodes: [ledger.md](ledger.md).",
     "opinion": "Which language model is asked about unsure verdicts: [opinion.md](opinion.md).",
 }
 

@@ -73,6 +73,7 @@ class CordonLedger:
 
     def __init__(self) -> None:
         self._cordons: dict[tuple[str, str], Cordon] = {}
+        self._of_cluster: tuple[Cordon, ...] = ()
         self._by_policy: deque[tuple[float, str]] = deque(maxlen=10_000)
         self._vouched: dict[str, float] = {}
 
@@ -131,19 +132,30 @@ class CordonLedger:
             del self._cordons[key]
         return bool(keys)
 
+    def set_cluster(self, cordons: tuple[Cordon, ...]) -> None:
+        """What the ledger of all jobs says, in place of what it said before."""
+        self._of_cluster = cordons
+
     def on(self, node: str, gpu: str) -> Cordon | None:
         """The cordon of just this GPU."""
         return self._cordons.get((node, gpu))
 
     def of(self, node: str, now: float) -> Cordon | None:
         """A cordon that keeps the job off `node` now. One of its GPUs is enough: torchrun uses a node as a whole."""
-        for cordon in self._cordons.values():
-            if cordon.node == node and (cordon.until is None or cordon.until > now):
-                return cordon
-        return None
+        return next((one for one in self.all(now) if one.node == node), None)
+
+    def of_job(self, node: str, now: float) -> Cordon | None:
+        """One that this job has made, and can lift."""
+        mine = self._cordons.values()
+        return next((one for one in mine if one.node == node and (one.until is None or one.until > now)), None)
+
+    def is_of_cluster(self, cordon: Cordon) -> bool:
+        """The ledger of all jobs says so, and only there it is lifted."""
+        return any(one is cordon for one in self._of_cluster)
 
     def all(self, now: float) -> tuple[Cordon, ...]:
-        return tuple(c for c in self._cordons.values() if c.until is None or c.until > now)
+        every = (*self._cordons.values(), *self._of_cluster)
+        return tuple(c for c in every if c.until is None or c.until > now)
 
 
 # ----- requests to drain a node, from jobs whose user may not, to root's programs on that node -----

@@ -113,6 +113,8 @@ class Situation(Frozen, frozen=True, kw_only=True):
     """Culprit nodes that the circuit breaker lets policy cordon."""
     vouched: tuple[str, ...] = ()
     """Nodes that an operator, knowing of this incident, said may be used."""
+    on_probation: tuple[str, ...] = ()
+    """Culprit nodes that were repaired lately: what is said of them is not the first bad word."""
     unproven: bool = False
     """A silence that is acted on because of what it has cost: it may have been an honest wait."""
     did_not_help: int = 0
@@ -258,11 +260,11 @@ def _wants_cordon(verdict: Verdict, situation: Situation) -> bool:
     """Whether the culprits' nodes should be left out."""
     if verdict.confidence < SURE_ENOUGH:
         return False
-    if verdict.action in ("cordon_gpu_and_restart", "cordon_node_and_restart", "restart_excluding"):
-        # One bad word from a link is not a bad node: the second within minutes is.
-        return verdict.failure_class is not FailureClass.NCCL_NETWORK or situation.culprit_repeats >= 1
     if verdict.failure_class is FailureClass.NCCL_NETWORK:
-        return situation.culprit_repeats >= 1
+        # One bad word from a link is not a bad node: the second within minutes is, and the first after a repair.
+        return situation.culprit_repeats >= 1 or bool(situation.on_probation)
+    if verdict.action in ("cordon_gpu_and_restart", "cordon_node_and_restart", "restart_excluding"):
+        return True
     return TAXONOMY[verdict.failure_class].retry == "exclude" and verdict.action != "restart"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import getpass
 import os
 import re
 import select
@@ -153,6 +154,11 @@ wait $!
 the first, and outlives whoever started it."""
 
 
+def quarantine_name(node: str) -> str:
+    """Of our reservation of a node: nobody else's has this name."""
+    return f"unbroken_quarantine_{node}"
+
+
 class _Done(NamedTuple):
     code: int | None
     """None: it did not end in time."""
@@ -226,6 +232,36 @@ class Slurm:
             return _foreign(node, found)
         done = await self._run("scontrol", "update", f"NodeName={node}", "State=UNDRAIN")
         return _answer(done, f"{node} is in service again")
+
+    async def reserve(self, node: str, seconds: float) -> Answer:
+        """Quarantine: from now on only this user's jobs start on `node`, and only those that name the reservation.
+        What runs there goes on. It ends by itself after `seconds`."""
+        name = quarantine_name(node)
+        found = await self._node_state(node)
+        if isinstance(found, Answer):
+            return found
+        if name in await self._reservations():
+            return Answer(outcome="already", text=f"{node} is in reservation {name}")
+        whose = ("Flags=IGNORE_JOBS", f"Users={getpass.getuser()}")
+        length = ("StartTime=now", f"Duration={max(1, round(seconds / 60))}")
+        what = (f"ReservationName={name}", f"Nodes={node}", *whose, *length)
+        made = await self._run("scontrol", "create", "reservation", *what)
+        tests = f"only jobs with --reservation={name} start on {node}"
+        return _answer(made, f"{tests}{'; while it is drained, none does' if found.drained else ''}")
+
+    async def release(self, node: str) -> Answer:
+        """The end of a quarantine of ours; another reservation of the node is left alone."""
+        name = quarantine_name(node)
+        if not _NODE.fullmatch(node) or name not in await self._reservations():
+            return Answer(outcome="already", text=f"{node} is in no quarantine of ours")
+        return _answer(
+            await self._run("scontrol", "delete", f"ReservationName={name}"), f"reservation {name} is removed"
+        )
+
+    async def _reservations(self) -> frozenset[str]:
+        """Their names; none where Slurm does not answer."""
+        seen = await self._run("scontrol", "--oneliner", "show", "reservation")
+        return frozenset(re.findall(r"^ReservationName=(\S+)", seen.out, re.M)) if seen.code == 0 else frozenset()
 
     async def requeue(self, job: str, exclude: tuple[str, ...], avoid: tuple[str, ...] = ()) -> Answer:
         if not _JOB.fullmatch(job):

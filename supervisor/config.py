@@ -270,6 +270,29 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
 
 
+class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all jobs of a cluster know of its nodes (docs/ledger.md)."""
+
+    folder: Annotated[
+        str,
+        _knob(
+            "One shared folder for the ledger of nodes of all jobs of the cluster.",
+            "controller",
+            default="none: a job knows only its own nodes",
+            see="ledger.md",
+        ),
+    ] = ""
+    cordons: Annotated[
+        Literal["propose", "cordon"],
+        _knob(
+            "A node with a proven hardware fault. `propose`: tell all jobs; `cordon`: no job uses it until somebody "
+            "lifts that.",
+            "job",
+            see="ledger.md",
+        ),
+    ] = "propose"
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     run: RunSettings = RunSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -279,6 +302,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     controller: ControllerSettings = ControllerSettings()
     metrics: MetricsSettings = MetricsSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    ledger: LedgerSettings = LedgerSettings()
     opinion: OpinionSettings = OpinionSettings()
 
 
@@ -308,6 +332,8 @@ ENVIRONMENT = {
     "metrics.listen": "UNBROKEN_METRICS_LISTEN",
     "metrics.targets_dir": "UNBROKEN_METRICS_TARGETS",
     "scheduler.name": "UNBROKEN_SCHEDULER",
+    "ledger.folder": "UNBROKEN_LEDGER",
+    "ledger.cordons": "UNBROKEN_LEDGER_CORDONS",
     "opinion.backend": "UNBROKEN_OPINION",
     "opinion.model": "UNBROKEN_OPINION_MODEL",
     "opinion.url": "UNBROKEN_OPINION_URL",
@@ -318,7 +344,8 @@ ENVIRONMENT = {
 """Key -> its variable. Of other variables see `OTHER_VARIABLES`."""
 PATHS = (
     "run.token_file", "run.kernel_log", "run.site_file", "controller.tls_cert", "controller.tls_key",
-    "controller.tls_ca", "checkpoint.publish_to", "metrics.targets_dir", "opinion.key_file", "opinion.model",
+    "controller.tls_ca", "checkpoint.publish_to", "metrics.targets_dir", "ledger.folder", "opinion.key_file",
+    "opinion.model",
 )  # fmt: skip
 """Files and folders (`opinion.model` may also be a model's name at an endpoint)."""
 OTHER_VARIABLES = {

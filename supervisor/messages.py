@@ -14,6 +14,7 @@ import msgspec
 from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, LossAlarm, NodeEvidence, RankSample, clean_line
 from recovery.checkpoint import Checkpoint, Preparation, Resume
+from recovery.ledger import LedgerRecord
 from recovery.policy import Mode
 from recovery.rollback import Guard
 from recovery.scheduling import RequestOutcome
@@ -72,6 +73,8 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     """With which ranks are asked for a checkpoint before a planned swap; empty: it waits for the next one."""
     traceable: bool = False
     """Ranks make a trace when they are asked (`unbroken run --traceable`)."""
+    ledger: Literal["", "propose", "cordon"] = ""
+    """What becomes of a node with a proven hardware fault in the ledger of all jobs; empty: there is none."""
 
 
 class StoreOffer(Frozen, frozen=True, kw_only=True):
@@ -759,6 +762,45 @@ class SchedulerAnswered(Event, frozen=True, kw_only=True, tag="scheduler_answere
     text: str = ""
 
 
+class LedgerNode(Frozen, frozen=True, kw_only=True):
+    """What the ledger of all jobs says of a node that is not like any other."""
+
+    node: str
+    """As the scheduler calls it."""
+    cordon: str = ""
+    """Why no job uses it; empty: it may be used."""
+    gpu: str = ""
+    by: str = ""
+    failure_class: str = ""
+    cordoned_at: float = 0.0
+    until: float | None = None
+    """When the cordon ends."""
+    probation_until: float | None = None
+    """It was repaired, and has not proven itself until then."""
+    retest_due: bool = False
+    points: float = 0.0
+    lemon: bool = False
+    why: tuple[str, ...] = ()
+    """What the points are for."""
+
+
+class LedgerSeen(Event, frozen=True, kw_only=True, tag="ledger_seen"):
+    """What the ledger of all jobs says now; sent when that has changed."""
+
+    nodes: tuple[LedgerNode, ...] = ()
+    """Those of the cluster with a cordon, on probation or with points; of too many those that are cordoned."""
+    fleet: int = 0
+    """How many nodes it knows."""
+    problem: str = ""
+    """Why it cannot be read: what was read before holds."""
+
+
+class LedgerWritten(Event, frozen=True, kw_only=True, tag="ledger_written"):
+    """The record of a `LedgerWrite` is on stable storage."""
+
+    number: int
+
+
 class OpinionAsked(Event, frozen=True, kw_only=True, tag="opinion_asked"):
     """An operator had a language model asked about an incident."""
 
@@ -812,6 +854,8 @@ AnyEvent = (
     | JournalStalled
     | JournalDamaged
     | SchedulerAnswered
+    | LedgerSeen
+    | LedgerWritten
     | OpinionAsked
     | OpinionArrived
 )
@@ -880,6 +924,18 @@ class SchedulerComment(Frozen, frozen=True, kw_only=True, tag="scheduler_comment
     text: str
 
 
+class LedgerWrite(Frozen, frozen=True, kw_only=True, tag="ledger_write"):
+    """Write a record to the ledger of all jobs. Answered by `LedgerWritten`; given again after a restart until then."""
+
+    number: int
+    id: str
+    """The entry's: written twice, it counts once."""
+    at: float
+    by: str
+    job: str
+    what: LedgerRecord
+
+
 class OpinionWanted(Frozen, frozen=True, kw_only=True, tag="opinion_wanted"):
     """Ask the language model, if there is one, about this incident. Nothing waits for the answer."""
 
@@ -892,7 +948,7 @@ class End(Frozen, frozen=True, kw_only=True, tag="end"):
     outcome: Outcome
 
 
-Action = Assign | SetTimer | Note | SchedulerRequest | SchedulerComment | OpinionWanted | End
+Action = Assign | SetTimer | Note | SchedulerRequest | SchedulerComment | LedgerWrite | OpinionWanted | End
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
 decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockReply).decode

@@ -176,6 +176,22 @@ KINDS: Final[dict[str, Kind]] = {
         "{ends_at:utc}]"
     ),
     "cordoned": _kind("cordoned {node}: {reason}"),
+    "cluster_cordoned": _kind(
+        "{node} is not used: it is cordoned for the cluster: {reason} (by {by})[, until {until:utc}]. "
+        "`unbroken uncordon {node} --cluster` gives it back"
+    ),
+    "cluster_cordon_over": _kind("{node} may be used again: it is no longer cordoned for the cluster"),
+    "on_probation": _kind("{node} was repaired: until {until:utc} it is used where no other node is left"),
+    "retest_due": _kind("{node} was repaired a day ago, and not tested since: test it again"),
+    "lemon_proposed": _kind(
+        "{node} fails again and again ({points:g} points: {why}). Nothing is done about it; "
+        "`unbroken cordon {node} --cluster` takes it out of use for all jobs"
+    ),
+    "ledger_cordon": _kind(
+        "{node} is cordoned [proposal?in a proposal to all jobs][!proposal?for all jobs of the cluster] in the ledger"
+    ),
+    "ledger_unreadable": _kind("the ledger of all jobs cannot be used: {why}. What was read of it before holds"),
+    "ledger_read": _kind("the ledger of all jobs can be read again"),
     "cordon_vouched": _kind("{node} is not cordoned: an operator has uncordoned it"),
     # operators
     "command": _kind("operator: {command}[ {argument}][ by {by}][ ({reason})]", repeats=["override_given"]),

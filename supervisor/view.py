@@ -109,6 +109,8 @@ class CordonView(Frozen, frozen=True, kw_only=True):
     until: datetime.datetime | None = None
     scheduler: str = ""
     """What became of the request for a drain: `asked for`, `drained`, `not drained: why`; empty: there was none."""
+    scope: Literal["cluster"] | msgspec.UnsetType = msgspec.UNSET
+    """Only where the ledger of all jobs says so, and not this job."""
 
 
 class BreakerView(Frozen, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ import msgspec
 
 from diagnosis.incident import RULE_PREFIX
 from supervisor import config
+from supervisor.cli.nodes import cordon_for_all, for_all_jobs, uncordon_for_all
 from supervisor.cli.output import print_answer, warn, writing
 from supervisor.errors import (
     NOT_PROVEN,
@@ -316,6 +317,17 @@ def command_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(job_options(command), options)
 
 
+def operator_name() -> str:
+    import getpass
+    import socket
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
 # ----- the commands -----
 
 
@@ -365,12 +377,15 @@ def stop(job: JobHandle, **options: Any) -> None:
 
 @click.command()
 @click.argument("node", metavar="NODE[/GPU]")
+@for_all_jobs(cordon_for_all, operator_name, ends=True)
 @command_options
 def cordon(job: JobHandle, node: str, **options: Any) -> None:
     """Do not use NODE (or NODE/GPU) from the next attempt on.
 
     The scheduler may be asked to drain NODE for the whole cluster. Before it drains a node or interrupts the run, the
     command asks you (not with `--yes`). Exit code 3: the job has no such node; it is cordoned all the same.
+
+    With --cluster: no job uses NODE. It is written to the ledger of all jobs, and no scheduler is asked.
     """
     give(job, "cordon", node, confirm="if_it_interrupts", **options)
 
@@ -390,9 +405,13 @@ def swap(job: JobHandle, node: str, at_once: bool, **options: Any) -> None:
 
 @click.command()
 @click.argument("node", metavar="NODE[/GPU]")
+@for_all_jobs(uncordon_for_all, operator_name, ends=False)
 @command_options
 def uncordon(job: JobHandle, node: str, **options: Any) -> None:
-    """Use NODE again, or NODE/GPU."""
+    """Use NODE again, or NODE/GPU.
+
+    With --cluster: all jobs may. --reason says what was repaired; NODE is on probation then.
+    """
     give(job, "uncordon", node, **options)
 
 
@@ -513,17 +532,6 @@ def _confirm(request: CommandRequest, answer: dict[str, Any]) -> None:
         raise UnbrokenError(why, ExitCode.WRONG_USAGE)
     click.echo(answer["would"], err=True)
     click.confirm(f"{request.command} {request.argument}".rstrip() + "?", abort=True, err=True)
-
-
-def operator_name() -> str:
-    import getpass
-    import socket
-
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
 
 
 def _ended(job: JobHandle) -> str:

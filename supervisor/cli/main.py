@@ -21,6 +21,7 @@ from supervisor.cli.check import check
 from supervisor.cli.checkpoints import group as checkpoints
 from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
+from supervisor.cli.nodes import nodes
 from supervisor.cli.output import print_answer, warn
 from supervisor.cli.trace import trace
 from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
@@ -291,7 +292,7 @@ def replay(journal: Path, as_json: bool) -> None:
     sys.exit(ExitCode.NOT_DONE if found else ExitCode.DONE)
 
 
-for each in (check, qualify, checkpoints, drain_requests, advise, trace, *JOB_COMMANDS, *OPERATOR_COMMANDS):
+for each in (check, qualify, checkpoints, drain_requests, advise, nodes, trace, *JOB_COMMANDS, *OPERATOR_COMMANDS):
     main.add_command(each)
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -81,11 +81,18 @@ def _print_plain(table: Table) -> None:
         print("\t".join(row))
 
 
+def rows(columns: Sequence[str], cells: Iterable[Sequence[str]], *, above: str = "", below: str = "") -> None:
+    table = _table(*columns)
+    for row in cells:
+        table.add_row(*row)
+    _print(*([Text(above), Text("")] if above else []), table, *([Text(""), Text(below)] if below else []))
+
+
 def _styled(word: str) -> Text:
     return Text(word, style=STYLES.get(word, ""))
 
 
-def _clock(at: str | None) -> str:
+def clock(at: str | None) -> str:
     """A time in the reader's time zone."""
     if not at:
         return ""
@@ -222,7 +229,7 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         parts.append(Text(f"newest checkpoints: {', '.join(newest)}"))
     if answer.get("snapshot") and not answer["outcome"]:
         held = answer["snapshot"]
-        parts.append(Text(f"in memory: step {held['step']} on all {held['ranks']} ranks ({_clock(held['at'])})"))
+        parts.append(Text(f"in memory: step {held['step']} on all {held['ranks']} ranks ({clock(held['at'])})"))
     if not answer["outcome"]:
         parts.append(Text(_controller(answer)))
     else:
@@ -243,7 +250,7 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         incidents_ = _table("incident", "at", "class", "why")
         for one in answer["incidents"]:
             open_ = " (open)" if one["open"] else ""
-            incidents_.add_row(one["id"] + open_, _clock(one["opened_at"]), one["failure_class"] or "", one["why"])
+            incidents_.add_row(one["id"] + open_, clock(one["opened_at"]), one["failure_class"] or "", one["why"])
         parts += [Text(""), incidents_]
     parts += _pending(answer)
     return parts
@@ -256,11 +263,11 @@ def _standstill(answer: dict[str, Any]) -> list[RenderableType]:
     if hung and not answer["outcome"]:
         sure = "hung" if hung["proven"] else "hung (not proven)"
         parts.append(
-            Text(f"{sure} since {_clock(hung['since'])[:19]} ({hung['incident']}): {hung['text']}", style="red")
+            Text(f"{sure} since {clock(hung['since'])[:19]} ({hung['incident']}): {hung['text']}", style="red")
         )
     if silence and not answer["outcome"]:
-        acts = f"acted on at {_clock(silence['acts_at'])[:19]}" if silence["acts_at"] else "only reported"
-        since = f"no progress since {_clock(silence['since'])[:19]}"
+        acts = f"acted on at {clock(silence['acts_at'])[:19]}" if silence["acts_at"] else "only reported"
+        since = f"no progress since {clock(silence['since'])[:19]}"
         parts.append(Text(f"{since}, no proof of a hang: {silence['text']} ({acts})", style="yellow"))
     return parts
 
@@ -268,7 +275,7 @@ def _standstill(answer: dict[str, Any]) -> list[RenderableType]:
 def _paused(pause: dict[str, Any]) -> str:
     who = pause["by"] or "an operator"
     reason = f": {pause['reason']}" if pause["reason"] else ""
-    return f"paused since {_clock(pause['at'])} by {who}{reason}"
+    return f"paused since {clock(pause['at'])} by {who}{reason}"
 
 
 def _why(node: dict[str, Any]) -> str:
@@ -287,7 +294,7 @@ def _step(answer: dict[str, Any]) -> str:
 def _limit(ends_at: str) -> str:
     """`2026-03-01 14:02:00 (in 3 h 10 min)`."""
     left_s = (_time(ends_at) - datetime.datetime.now().astimezone()).total_seconds()
-    return f"{_clock(ends_at)[:19]} ({f'in {seconds(left_s)}' if left_s > 0 else 'over'})"
+    return f"{clock(ends_at)[:19]} ({f'in {seconds(left_s)}' if left_s > 0 else 'over'})"
 
 
 def _figures(answer: dict[str, Any]) -> str:
@@ -310,13 +317,14 @@ def _figures(answer: dict[str, Any]) -> str:
 
 def _cordoned(cordon: dict[str, Any]) -> str:
     scheduler = f" ({cordon['scheduler']})" if cordon["scheduler"] else ""
+    scheduler += " (for all jobs)" if cordon.get("scope") == "cluster" else ""
     return "/".join(filter(None, (cordon["node"], cordon["gpu"]))) + scheduler
 
 
 def _controller(answer: dict[str, Any]) -> str:
     control = answer["controller"]
     if control is None:
-        return f"read from the journal as of {_clock(answer['now'])}: no controller answers"
+        return f"read from the journal as of {clock(answer['now'])}: no controller answers"
     journal = "" if control["journal"] == "ok" else f", THE JOURNAL CANNOT BE WRITTEN: {control['journal']}"
     return f"controller: epoch {control['epoch']}, agents: {len(control['agents'])} connected{journal}"
 
@@ -365,7 +373,7 @@ def _one_line(answer: dict[str, Any]) -> str:
     trouble = f"; {incident['id']}: {incident['why']}" if incident else ""
     trouble += f"; {answer['silence']['text']}" if answer.get("silence") else ""
     trouble += "".join(f"; {one['text']}" for one in answer.get("swaps", ()))
-    return f"{_clock(answer['now'])} {answer['state']} attempt {answer['attempt']}{_step(answer)}{trouble}"
+    return f"{clock(answer['now'])} {answer['state']} attempt {answer['attempt']}{_step(answer)}{trouble}"
 
 
 # ----- advice -----
@@ -526,7 +534,7 @@ def incidents(answer: dict[str, Any]) -> None:
         verdict = one["verdict"]
         table.add_row(
             one["id"] + ("" if one["closed_at"] else " (open)"),
-            _clock(one["opened_at"]),
+            clock(one["opened_at"]),
             str(one["attempt"]),
             verdict["failure_class"] if verdict else "?",
             _culprits(verdict),
@@ -550,7 +558,7 @@ def why(answer: dict[str, Any]) -> None:
     verdict, plan = one["verdict"], one["plan"]
     step = "" if one["step"] is None else f", step {one['step']}"
     parts: list[RenderableType] = [
-        Text(f"{one['id']}, {_clock(one['opened_at'])}, attempt {one['attempt']}{step}", style="bold"),
+        Text(f"{one['id']}, {clock(one['opened_at'])}, attempt {one['attempt']}{step}", style="bold"),
         _field("seen", one["what"] or one["trigger"]),
     ]
     if verdict is None:
@@ -572,7 +580,7 @@ def why(answer: dict[str, Any]) -> None:
     if one["next_attempt"] is not None:
         parts.append(_field("done", f"attempt {one['next_attempt']} started"))
     if one["closed_at"]:
-        parts.append(_field("closed", f"{_clock(one['closed_at'])} {one['closed_why']}"))
+        parts.append(_field("closed", f"{clock(one['closed_at'])} {one['closed_why']}"))
     if one["seconds"]:
         parts.append(_field("took", ", ".join(f"{phase} {seconds(took)}" for phase, took in one["seconds"].items())))
     parts.append(_field("lost", seconds(one["lost_s"])))
@@ -628,7 +636,7 @@ def _evidence(one: dict[str, Any]) -> str:
 
 
 def _cordon(cordon: dict[str, Any]) -> str:
-    until = f" until {_clock(cordon['until'])}" if cordon["until"] is not None else ""
+    until = f" until {clock(cordon['until'])}" if cordon["until"] is not None else ""
     return f"{'/'.join(filter(None, (cordon['node'], cordon['gpu'])))}{until}: {cordon['reason']}"
 
 
@@ -649,7 +657,7 @@ def timeline(answer: dict[str, Any]) -> None:
     for row in answer["rows"]:
         incident = f"{row['incident']}: " if row["incident"] else ""
         style = "bold" if row["loud"] else "" if row["kind"] == "note" else "dim" if row["detail"] else ""
-        _print(Text(f"{_clock(row['at'])}  {incident}{row['text']}", style=style))
+        _print(Text(f"{clock(row['at'])}  {incident}{row['text']}", style=style))
 
 
 def settings(answer: dict[str, Any]) -> None:

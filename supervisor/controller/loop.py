@@ -40,6 +40,7 @@ from supervisor.paths import Fence
 
 if TYPE_CHECKING:
     from supervisor.controller.heartbeats import HeartbeatEvents
+    from supervisor.controller.ledger_watch import LedgerWatch
     from supervisor.job.job import Job
 
 WRITE_S = 5.0
@@ -251,6 +252,8 @@ class ControlLoop:
         self._fence = FenceWriter(journal.job_dir, journal.epoch)
         self.ask_model: Callable[[str], str] = lambda _: "there is no model to ask"
         """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""
+        self.ledger: LedgerWatch | None = None
+        """Where the ledger of all jobs is configured; set before `run`."""
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
@@ -503,6 +506,7 @@ class ControlLoop:
             asyncio.create_task(coroutine)
             for coroutine in (self._work(), self._tick(), self._look_for_newer(), self._stop.wait())
         ]
+        watching = asyncio.create_task(self.ledger.run()) if self.ledger is not None else None
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -511,9 +515,11 @@ class ControlLoop:
             log.warning("%s: this controller ends", error)
             self.superseded = True
         finally:
-            for task in tasks:
+            for task in (*tasks, *([watching] if watching is not None else [])):
                 task.cancel()
             self._timers.stop()
+        if self.ledger is not None:
+            await self.ledger.stop()
         await self._farewell()
         return self.outcome
 
@@ -637,6 +643,9 @@ class ControlLoop:
                 log.info("%s", text_of(action), extra={"repeat_kind": action.kind})
             elif isinstance(action, (m.SchedulerRequest, m.SchedulerComment)):
                 self._executor.start(action)
+            elif isinstance(action, m.LedgerWrite):
+                if self.ledger is not None:
+                    self.ledger.write(action)
             elif isinstance(action, m.OpinionWanted):
                 self.opinion_wanted(action)
             else:

@@ -251,6 +251,7 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
         training_python=options.training_python,
         of_front=options.of_front,
     )
+    await _read_ledger(control, settings.ledger.folder)
     metrics = settings.metrics
     tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
@@ -302,6 +303,20 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
     if outcome is not None:
         log.info("the job has ended: %s (%s)", outcome.state, outcome.line)
     return 0
+
+
+async def _read_ledger(control: ControlLoop, folder: str) -> None:
+    """What all jobs know of the nodes, before any node can join."""
+    if not folder:
+        return
+    from recovery.ledger_folder import LedgerFolder
+    from supervisor.controller.ledger_watch import LedgerWatch
+
+    nodes = control.job.nodes
+    control.ledger = LedgerWatch(
+        LedgerFolder(folder), control.post, control.clock.now, lambda: [one.scheduler_name or one.name for one in nodes]
+    )
+    await control.ledger.first_look()
 
 
 def _collect_rarely() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Final, get_args
 
 from diagnosis.taxonomy import FailureClass
 from recovery.cordon import breaker_limit
+from recovery.ledger import NodeRecord
 from recovery.policy import Mode
 from recovery.swaps import Cause
 from supervisor.job.advice import JobAdvice
@@ -32,6 +33,7 @@ def controller_samples(loop: ControlLoop, job: Job) -> list[Sample]:
     return [
         *job_samples(job, now, loop.watch.newest),
         *_advised(loop.advice.of(job, now)),
+        *(ledger_samples(loop.ledger.records.values(), loop.ledger.readable) if loop.ledger is not None else ()),
         Sample("unbroken_controller_epoch", loop.epoch),
         Sample("unbroken_controller_agents", len(loop.connections)),
         Sample("unbroken_controller_events_waiting", loop.waiting),
@@ -156,6 +158,24 @@ def _checkpoints(job: Job) -> Iterator[Sample]:
 def _advised(told: JobAdvice) -> Iterator[Sample]:
     if told.enough and told.advice is not None:
         yield Sample("unbroken_job_advised_interval_seconds", told.advice.interval_s)
+
+
+def ledger_samples(records: Collection[NodeRecord], readable: bool) -> Iterator[Sample]:
+    yield Sample("unbroken_ledger_readable", readable)
+    lemons = [one for one in records if one.score.lemon and not one.cordons]
+    counts = {
+        "known": len(records),
+        "cordoned": sum(bool(one.cordons) for one in records),
+        "proposed": sum(bool(one.proposals) for one in records),
+        "probation": sum(one.probation_until is not None for one in records),
+        "retest": sum(one.retest_due for one in records),
+        "lemon": len(lemons),
+    }
+    for kind, count in counts.items():
+        yield Sample("unbroken_ledger_nodes", count, (kind,))
+    for one in sorted(lemons, key=lambda one: (-one.score.points, one.node))[:CORDONS_NAMED]:
+        if _SAFE.fullmatch(one.node):
+            yield Sample("unbroken_ledger_lemon_points", one.score.points, (one.node,))
 
 
 def _tiers(job: Job) -> Iterator[Sample]:

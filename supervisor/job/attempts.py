@@ -781,6 +781,8 @@ class Attempts:
         members = self.next_members()
         # A spare that happens to come first does not take the place of a node that is on its way.
         early = core.state == "IDLE" and any((node := self._nodes.get(name)) and node.spare for name in members)
+        if early and self._nodes.last_choice:  # a doubtful node is there, and left to be a spare
+            early = sum(node.present and not node.spare for node in self._nodes) < wanted
         if early or len(members) < wanted:
             enough = yield from self._gathered(len(members))
             if not enough:

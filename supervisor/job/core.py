@@ -19,6 +19,7 @@ from recovery.policy import Mode
 from supervisor.messages import (
     JobSpec,
     LauncherEnded,
+    LedgerWrite,
     Note,
     OperatorCommand,
     Outcome,
@@ -92,8 +93,8 @@ class Want(msgspec.Struct, frozen=True):
     """Base of all."""
 
 
-AnyWant: TypeAlias = Want | Note | SchedulerRequest | SchedulerComment
-"""Notes and what the scheduler is asked are wants, too: they leave as they are."""
+AnyWant: TypeAlias = Want | Note | SchedulerRequest | SchedulerComment | LedgerWrite
+"""Notes, what the scheduler is asked, and records for the ledger are wants, too: they leave as they are."""
 Wants: TypeAlias = Iterator[AnyWant]
 T = TypeVar("T")
 WantsAnd: TypeAlias = Generator[AnyWant, None, T]

@@ -46,6 +46,7 @@ from supervisor.job.core import (
     WantsAnd,
     cancel,
 )
+from supervisor.job.ledger import ClusterLedger
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.messages import JobRequeued, Note, NoteValue, Outcome
@@ -491,10 +492,11 @@ class Incidents:
         attempts: Attempts,
         space: Space,
         scheduler: SchedulerRequests,
+        ledger: ClusterLedger,
         conclude: Conclude,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
-        self._space, self._scheduler = space, scheduler
+        self._space, self._scheduler, self._ledger = space, scheduler, ledger
         self._conclude_by = conclude
         self.log = IncidentLog()
         self.lessons = Lessons()
@@ -721,6 +723,7 @@ class Incidents:
         if record.closed_at is None:
             record.close(self._core.now, why)
             yield record.note("incident_closed", loud=loud, why=why)
+            yield from self._ledger.failed(record.id, record.verdict)
 
     def close_failures(self, text: str) -> Wants:
         for record in self.log.open_failures():
@@ -952,6 +955,7 @@ class Incidents:
             if self.is_storm(record.failed_at)
             else nodes.cordons.allowed_together(sorted(culprits), members, now),
             vouched=nodes.cordons.vouched_since(record.opened_at),
+            on_probation=tuple(sorted(filter(self._ledger.on_probation, culprits))),
             may_requeue=self._scheduler.may_requeue,
             unproven=record.hang is not None and not record.hang.proven,
             did_not_help=did_not_help,

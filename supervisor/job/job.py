@@ -18,6 +18,7 @@ fields, and changes nothing else; it calls those above it in this list:
 
     core          state, clock, spec, mode, pause, timers
     nodes         which nodes there are, which may be used, whose assignment is to be worked out again
+    ledger        what all jobs of the cluster know of the nodes, and what this one adds
     tiers         checkpoints on the nodes' own disks: who has what of them
     checkpoints   what was saved, what is suspect
     attempts      forming, starting, running, finishing
@@ -90,6 +91,7 @@ from supervisor.job.core import (
 )
 from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Conclude, Degraded, Incidents
+from supervisor.job.ledger import ClusterLedger
 from supervisor.job.loss import LossGuard
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
@@ -165,12 +167,13 @@ class Job:
     def __init__(self, conclude: Conclude = conclude_by_triage, choose: Choose = choose_checkpoint) -> None:
         self.core = core = Core()
         self.nodes = nodes = Nodes(core)
+        self.ledger = ledger = ClusterLedger(core, nodes)
         self.tiers = Tiers(core, nodes)
         self.checkpoints = Checkpoints(core, choose, self.tiers)
         self.attempts = attempts = Attempts(core, nodes, self.checkpoints)
         self.space = Space(core, nodes, attempts)
-        self.scheduler = SchedulerRequests(core, nodes, attempts)
-        self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, conclude)
+        self.scheduler = SchedulerRequests(core, nodes, attempts, ledger)
+        self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, ledger, conclude)
         self.hangs = Hangs(core, nodes, attempts, self.incidents)
         self.saves = Saves()
         """Only told (`unbroken advise`, and when a planned swap is due)."""
@@ -189,6 +192,7 @@ class Job:
             self.guard,
             self.swaps,
             self.traces,
+            ledger,
         )
         self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space, self.traces)
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
@@ -251,9 +255,11 @@ class Job:
             m.LossSeen: self.guard.seen,
             m.ReplicasDiffer: self.replicas.differ,
             m.PaceLearned: self._pace_learned,
-            # people, the scheduler, a language model
+            # people, the scheduler, the ledger, a language model
             m.OperatorCommand: self.operator.given,
             m.SchedulerAnswered: self.scheduler.answered,
+            m.LedgerSeen: self._ledger_seen,
+            m.LedgerWritten: self.ledger.written,
             m.OpinionAsked: self._opinion_asked,
             m.OpinionArrived: self._opinion_arrived,
         }
@@ -292,6 +298,7 @@ class Job:
             Cancel: self._cancel,
             m.SchedulerRequest: self._give_out,
             m.SchedulerComment: self._give_out,
+            m.LedgerWrite: self._give_out,
             # attempts
             Form: lambda want: self._form(want.members),
             Proceed: lambda want: self._proceed(by_operator=want.by_operator),
@@ -351,7 +358,7 @@ class Job:
         if note.loud:
             self.assignments.add_notice(text)
 
-    def _give_out(self, action: m.SchedulerRequest | m.SchedulerComment) -> None:
+    def _give_out(self, action: m.SchedulerRequest | m.SchedulerComment | m.LedgerWrite) -> None:
         self._actions.append(action)
 
     def _enter(self, want: Enter) -> None:
@@ -400,6 +407,7 @@ class Job:
         self.nodes.expect_all()
         self.assignments.forget_sent(node.name for node in self.nodes)
         self.scheduler.give_again()
+        yield from self.ledger.give_again()
         self._actions += [m.OpinionWanted(incident=name) for name in self.incidents.log.opinions_unanswered()]
         self.nodes.touch_all()
         if core.is_over:
@@ -534,6 +542,7 @@ class Job:
         core.stop_signal, core.grace_s = "SIGTERM", STOP_GRACE_S
         self.space.stop_waiting()
         self.nodes.begin_life()
+        self.ledger.begin_life()
         self.attempts.begin_life()
         self.checkpoints.begin_life()
         self.assignments.begin_life()
@@ -548,6 +557,8 @@ class Job:
         self.nodes.touch(node.name)
         if known is None or back:
             yield note("node_back" if back else "node_joined", node=node.name, host=node.host)
+        if known is None:
+            yield from self.ledger.joined(node.name)
         if back and not event.host:
             yield from self.incidents.node_back(node.name)
         yield from self._refresh_and_proceed()
@@ -677,6 +688,20 @@ class Job:
             yield from self.degraded.finding_arrived(finding, event.node)
             yield from self.swaps.finding_arrived(finding, event.node)
 
+    def _ledger_seen(self, event: m.LedgerSeen) -> Wants:
+        """Nodes in use stay until the attempt ends, as where an operator cordons them."""
+        out = yield from self.ledger.seen(event)
+        attempt = self.attempt
+        if self.is_over:
+            return
+        used = [name for name in out if attempt is not None and not attempt.over and name in attempt.member_set]
+        if used and attempt is not None and attempt.round is None and self.state == "STARTING":
+            yield NextAttempt()
+            return
+        for name in used:
+            yield note("node_in_use", loud=True, node=name)
+        yield from self._refresh_and_proceed()
+
     def _opinion_asked(self, event: m.OpinionAsked) -> None:
         record = self.incidents.log.get(event.incident)
         if record is not None:
@@ -794,6 +819,8 @@ class Job:
         core.outcome, core.ended_at, core.grace_s = outcome, core.now, want.grace_s
         self.space.stop_waiting()
         self.attempts.end()
+        for record in self.incidents.log.open_failures():
+            yield from self.ledger.failed(record.id, record.verdict)
         self.incidents.end(outcome)
         self._cancel_all()
         yield Timer("end", core.now + want.grace_s + END_SLACK_S + (DRAIN_LIMIT_S if self.tiers.are_on else 0.0))

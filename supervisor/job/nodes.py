@@ -64,6 +64,8 @@ class Nodes:
         """What the newest choice was made from, and the choice: it is asked for again at every event."""
         self._kept: frozenset[str] = frozenset()
         """Those of the newest choice that keep their places, heard lately or not."""
+        self.last_choice: frozenset[str] = frozenset()
+        """Nodes that are used where there are no others: on probation, or with a bad score (`ClusterLedger`)."""
         self.request_number = 0
         """Of the newest evidence request."""
         self._left_stopped: tuple[int, tuple[int, ...]] = (0, ())
@@ -125,10 +127,10 @@ class Nodes:
         """The members of the next attempt, at most `size`, in the order of their ranks.
 
         Members of the previous attempt keep their places; a node that replaces a lost one takes its place, so that
-        ranks move as little as possible. Ordinary nodes come before spares. Those that are silent just now come last,
-        and of them first the one that was heard last.
+        ranks move as little as possible. Ordinary nodes come before spares, and both before those on probation or with
+        a bad score. Those that are silent just now come last, and of them first the one that was heard last.
         """
-        made_from = (self._revision, previous, size, self.cordoned())
+        made_from = (self._revision, previous, size, self.cordoned(), self.last_choice)
         if self._chosen[0] != made_from:
             self._chosen = (made_from, self._choose(previous, size))
         return self._chosen[1]
@@ -137,7 +139,14 @@ class Nodes:
         usable = {node.name: node for node in self.usable()}
         self._kept = known = frozenset(previous)
         free = [node for node in usable.values() if node.name not in known]
-        free.sort(key=lambda node: (-math.inf if node.quiet_since is None else -node.quiet_since, *_place(node)))
+        last = self.last_choice
+        free.sort(
+            key=lambda node: (
+                -math.inf if node.quiet_since is None else -node.quiet_since,
+                node.name in last,
+                *_place(node),
+            )
+        )
         if not previous:
             return tuple(node.name for node in sorted(free[:size], key=_place))
         replacements = iter([node.name for node in free])

@@ -28,6 +28,7 @@ from supervisor.job.core import (
     cancel,
 )
 from supervisor.job.incidents import IncidentRecord, Incidents
+from supervisor.job.ledger import ClusterLedger
 from supervisor.job.loss import LossGuard
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
@@ -53,10 +54,11 @@ class Operator:
         guard: LossGuard,
         swaps: Swaps,
         traces: Traces,
+        ledger: ClusterLedger,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
         self._incidents, self._scheduler, self._space, self._guard = incidents, scheduler, space, guard
-        self._swaps = swaps
+        self._swaps, self._ledger = swaps, ledger
         self.commands: dict[str, Callable[[m.OperatorCommand], Wants]] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -304,6 +306,7 @@ class Operator:
             return
         yield from self._scheduler.lift_cordon(name, gpu)
         self._swaps.forgive(name)
+        yield from self._ledger.lifted(name, event.by or "operator", event.reason)
         left = cordons.of(name, now)
         if left is not None:
             yield note("still_left_out", node=name, place=_place(left), reason=left.reason)

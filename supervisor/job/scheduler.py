@@ -28,6 +28,7 @@ from supervisor.job.core import (
     Wants,
     cancel,
 )
+from supervisor.job.ledger import ClusterLedger
 from supervisor.job.nodes import Nodes
 from supervisor.messages import SchedulerRequest
 from supervisor.notes import note
@@ -191,8 +192,8 @@ class RequestQueue:
 
 
 class SchedulerRequests:
-    def __init__(self, core: Core, nodes: Nodes, attempts: Attempts) -> None:
-        self._core, self._nodes, self._attempts = core, nodes, attempts
+    def __init__(self, core: Core, nodes: Nodes, attempts: Attempts, ledger: ClusterLedger) -> None:
+        self._core, self._nodes, self._attempts, self._ledger = core, nodes, attempts, ledger
         self._queue = RequestQueue()
         self.drains: dict[str, str] = {}
         """Node -> what became of the request to drain it, in a word or a sentence."""
@@ -385,6 +386,7 @@ class SchedulerRequests:
         """Leave a node out from now on, and have it drained. `approved`: by policy, and an operator approved it."""
         self._nodes.cordons.add(cordon)
         self._nodes.touch(cordon.node)
+        yield from self._ledger.cordoned(cordon, approved=approved)
         if not self._core.has_scheduler:
             return
         node = self._name(cordon.node)
@@ -410,7 +412,7 @@ class SchedulerRequests:
         """An operator's word about a node, or about one GPU's cordon of it."""
         cordons, now = self._nodes.cordons, self._core.now
         lifted = cordons.lift(name, gpu)
-        if lifted and cordons.of(name, now) is not None:
+        if lifted and cordons.of_job(name, now) is not None:
             return  # for another GPU, so it stays left out and drained
         cordons.vouch(name, now)
         yield from self._undrain(name, lifted)

@@ -234,6 +234,7 @@ def _cordon(job: Parts, cordon: Cordon) -> CordonView:
         at=utc(cordon.at),
         until=None if cordon.until is None else utc(cordon.until),
         scheduler=job.scheduler.drains.get(cordon.node, ""),
+        scope="cluster" if job.nodes.cordons.is_of_cluster(cordon) else msgspec.UNSET,
     )
 
 

@@ -178,6 +178,24 @@ CONTROLLER: Final = (
         ("kind",),
     ),
     Family("unbroken_job_cordons_proposed", "gauge", "Cordons in a plan that waits for approval."),
+    Family(
+        "unbroken_ledger_readable",
+        "gauge",
+        "Only with a ledger of all jobs (docs/ledger.md): 1 where its folder answers.",
+    ),
+    Family(
+        "unbroken_ledger_nodes",
+        "gauge",
+        "Nodes in the ledger of all jobs: known, cordoned (for all jobs), proposed (a cordon is), probation, retest (a "
+        "test is due), lemon (fails again and again, and is in use).",
+        ("kind",),
+    ),
+    Family(
+        "unbroken_ledger_lemon_points",
+        "gauge",
+        f"Points of a node that fails again and again, and is in use; at most {CORDONS_NAMED} nodes.",
+        ("node",),
+    ),
     Family("unbroken_job_breaker_cordons", "gauge", "Nodes that policy has cordoned within the last hour."),
     Family("unbroken_job_breaker_limit", "gauge", "Nodes that policy may cordon within an hour."),
     Family("unbroken_job_breaker_tripped", "gauge", "1 while the job is held because policy wanted to cordon more."),

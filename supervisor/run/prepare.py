@@ -256,6 +256,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         swap_mode=options.settings.swap.mode,
         swap_signal=options.settings.swap.signal,
         traceable=options.traceable,
+        ledger=options.settings.ledger.cordons if options.settings.ledger.folder else "",
     )
     restarts = read.max_restarts if options.run.max_restarts is None else options.run.max_restarts
     given = {

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from recovery.schedulers import quarantine_name
+
 pytestmark = pytest.mark.slurm
 
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
@@ -128,3 +130,28 @@ def test_a_job_on_all_nodes_excludes_none_that_it_needs(cluster: Any, ask: Calla
     assert (outcome, "node3 may be given to it again" in text) == ("done", True)
     cluster.until(lambda: shown("%T %N") == "RUNNING node[1-4]", 40, lambda: f"it to run again: {shown('%T %N %r %S')}")
     assert shown("%x") == ""
+
+
+def test_a_quarantine_keeps_others_off_a_node_and_lets_its_tests_run(
+    cluster: Any, ask: Callable[..., tuple[str, str]]
+) -> None:
+    outcome, text = ask("reserve", "node4", 3600.0, user=True)
+    assert outcome == "denied", text
+    outcome, text = ask("reserve", "node4", 3600.0)
+    assert outcome == "done", text
+    assert ask("reserve", "node4", 3600.0)[0] == "already"
+    assert "reserved" in cluster.run("ctl", "srun", "--nodelist=node4", "--immediate=5", "hostname", check=False)
+    name = quarantine_name("node4")
+    assert cluster.run("ctl", "srun", f"--reservation={name}", "--nodelist=node4", "hostname").strip() == "node4"
+    cluster.run("ctl", "scontrol", "create", "reservation", "ReservationName=theirs", "Nodes=node3", "Users=root",
+                "StartTime=now", "Duration=60", "Flags=IGNORE_JOBS")  # fmt: skip
+    assert ask("release", "node3")[0] == "already"
+    assert ask("release", "node4")[0] == "done"
+    assert ask("release", "node4")[0] == "already"
+    left = cluster.run("ctl", "scontrol", "--oneliner", "show", "reservation")
+    assert ("theirs" in left, name in left) == (True, False)
+    cluster.run("ctl", "scontrol", "delete", "ReservationName=theirs")
+    assert cluster.run("ctl", "srun", "--nodelist=node4", "--immediate=20", "hostname").strip() == "node4"
+    for bad in ("ALL", "node[1-4]", "node1,node2", "-x", "node9", ""):
+        assert ask("reserve", bad, 3600.0)[0] == "failed"
+        assert ask("release", bad)[0] == "already"

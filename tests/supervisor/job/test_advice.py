@@ -270,7 +270,7 @@ def test_the_gauge_is_there_once_there_is_enough_data(training: Any) -> None:
     def gauge() -> list[float]:
         watch, clock = SimpleNamespace(newest=None), SimpleNamespace(now=lambda: job.run.now)
         loop: Any = SimpleNamespace(
-            epoch=1, connections={}, waiting=0, stall="", watch=watch, clock=clock, advice=OnlineAdvice()
+            epoch=1, connections={}, waiting=0, stall="", watch=watch, clock=clock, advice=OnlineAdvice(), ledger=None
         )
         samples = controller_samples(loop, job.run.job)
         return [one.value for one in samples if one.name == "unbroken_job_advised_interval_seconds"]

@@ -242,7 +242,8 @@ def test_every_timer_has_a_handler() -> None:
 
 
 def test_every_want_has_a_handler() -> None:
-    assert set(Job().want_handlers) == {m.Note, m.SchedulerRequest, m.SchedulerComment, *Want.__subclasses__()}
+    leave_as_they_are = {m.Note, m.SchedulerRequest, m.SchedulerComment, m.LedgerWrite}
+    assert set(Job().want_handlers) == {*leave_as_they_are, *Want.__subclasses__()}
 
 
 def test_every_command_has_a_handler() -> None:
