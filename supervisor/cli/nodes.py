@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import functools
 import re
@@ -29,7 +28,6 @@ from recovery.ledger import (
 )
 from recovery.ledger_folder import LedgerFolder
 from supervisor import config
-from supervisor.blocking import BlockingCalls
 from supervisor.cli.output import print_answer, warn
 from supervisor.errors import ConfigError, ExitCode, UnbrokenError
 from supervisor.view import rfc3339, utc
@@ -56,6 +54,10 @@ def open_ledger() -> LedgerFolder:
 
 def answered(work: Callable[[], T], folder: Path) -> T:
     """What `work` returns; a file system that hangs costs the deadline. Raises UnbrokenError."""
+    import asyncio  # the other commands start without it
+
+    from supervisor.blocking import BlockingCalls
+
     try:
         return asyncio.run(BlockingCalls("ledger").run(work, DEADLINE_S))
     except asyncio.TimeoutError:
@@ -298,6 +300,8 @@ def _end_with(notes: list[str], as_json: bool, code: ExitCode) -> NoReturn:
 
 def reserve(node: str, seconds: float) -> str:
     """What became of it, in words."""
+    import asyncio
+
     from recovery.schedulers import Slurm
 
     answer = asyncio.run(Slurm().reserve(node, seconds))
@@ -306,6 +310,8 @@ def reserve(node: str, seconds: float) -> str:
 
 def release(node: str) -> str:
     """What became of it; empty where there was no quarantine, or no Slurm."""
+    import asyncio
+
     from recovery.schedulers import Slurm
 
     answer = asyncio.run(Slurm().release(node))
