@@ -38,6 +38,13 @@ How = Literal["fails", "slow"]
 Group = tuple[str, ...]
 
 
+class Margin(NamedTuple):
+    """What is slow: so much more time than others, by both measures."""
+
+    share: float
+    least_s: float = 0.0
+
+
 class GroupOutcome(Frozen, frozen=True, kw_only=True):
     """What one group's test gave."""
 
@@ -87,10 +94,10 @@ class _Known(NamedTuple):
     links: tuple[Group, ...]
 
 
-def next_groups(nodes: Sequence[str], rounds: Sequence[Sequence[GroupOutcome]], margin: float) -> tuple[Group, ...]:
+def next_groups(nodes: Sequence[str], rounds: Sequence[Sequence[GroupOutcome]], margin: Margin) -> tuple[Group, ...]:
     """Who is to be tested next, all at once; empty: it is known what can be known.
 
-    `nodes`: in an order in which neighbours are close. `margin`: so much slower than others is slow, as a share.
+    `nodes`: in an order in which neighbours are close.
     """
     if len(nodes) < 2 or len(rounds) >= MOST_ROUNDS:
         return ()
@@ -109,7 +116,7 @@ def next_groups(nodes: Sequence[str], rounds: Sequence[Sequence[GroupOutcome]], 
 def conclude(
     nodes: Sequence[str],
     rounds: Sequence[Sequence[GroupOutcome]],
-    margin: float,
+    margin: Margin,
     domains: Mapping[str, str] | None = None,
 ) -> PairConclusion:
     """What the rounds so far say. `domains`: node -> rack or switch, where that is known."""
@@ -138,7 +145,7 @@ def _shared_domain(known: _Known, nodes: Iterable[str], domains: Mapping[str, st
 # ----- what is known -----
 
 
-def _known(rounds: Sequence[Sequence[GroupOutcome]], margin: float) -> _Known:
+def _known(rounds: Sequence[Sequence[GroupOutcome]], margin: Margin) -> _Known:
     """A later round may show that what seemed usual in an earlier one was slow: each is judged by all of them."""
     known = _Known(frozenset(), {}, ())
     controls: list[list[GroupOutcome]] = []
@@ -172,7 +179,7 @@ def _blamed(troubles: Sequence[tuple[GroupOutcome, str, How]], good: frozenset[s
     return bad
 
 
-def _limits(seen: Sequence[GroupOutcome], controls: Sequence[GroupOutcome], margin: float) -> dict[str, float]:
+def _limits(seen: Sequence[GroupOutcome], controls: Sequence[GroupOutcome], margin: Margin) -> dict[str, float]:
     """Test -> seconds from which on it is slow.
 
     Compared with good nodes that were tested in the same way and at the same time, where there are enough; else with
@@ -192,7 +199,7 @@ def _limits(seen: Sequence[GroupOutcome], controls: Sequence[GroupOutcome], marg
             spread = statistics.median(abs(one - middle) for one in all_seconds)
         else:
             middle, spread = sorted(all_seconds)[int(len(all_seconds) * FAST_SHARE)], 0.0
-        limits[test] = middle * (1.0 + margin) + max(0.0, SPREADS * spread - middle * margin)
+        limits[test] = middle + max(middle * margin.share, margin.least_s, SPREADS * spread)
     return limits
 
 

@@ -25,6 +25,7 @@ from diagnosis.signals import Frozen, clean_line
 from recovery.active_verdicts import Figure, judge, to_repeat
 from recovery.group_tests import (
     GroupOutcome,
+    Margin,
     Narrowed,
     PairConclusion,
     conclude,
@@ -37,10 +38,10 @@ from supervisor.active.children import GONE_S, ChildReport
 from supervisor.active.suite import (
     NODE_FAMILIES,
     SUITES,
+    ActiveSetup,
     Devices,
     GroupOrder,
     Suite,
-    TestBench,
     families_of,
     find_devices,
     group_outcome,
@@ -92,6 +93,8 @@ class SuiteAnswer(Frozen, frozen=True, kw_only=True):
     group: GroupOutcome | None = None
     smallest: Narrowed | None = None
     """Where the whole group failed and its pairs did well."""
+    absent: int = 0
+    """How many nodes did not come."""
     missing: tuple[str, ...] = ()
     """What was not done, or who did not come, and why: in words."""
 
@@ -107,7 +110,7 @@ class SuiteAnswer(Frozen, frozen=True, kw_only=True):
 class Participant:
     """One node's end: does what the leader asks, with children, until the leader says that it is over."""
 
-    def __init__(self, bench: TestBench, devices: Devices, suite: Suite, domain: str = "") -> None:
+    def __init__(self, bench: ActiveSetup, devices: Devices, suite: Suite, domain: str = "") -> None:
         self._bench = bench
         self._devices = devices
         self._suite = suite
@@ -128,6 +131,7 @@ class Participant:
 
     def _serve(self, wire: Wire, address: str) -> SuiteAnswer:
         listening = socket.create_server((address, 0))
+        self._bench = with_interface(self._bench, address)
         try:
             wire.send(
                 msgspec.to_builtins(
@@ -169,6 +173,21 @@ class Participant:
             listen=listening.fileno() if first == 0 else -1,
             collectives=tuple(order.get("collectives") or ()),
         )
+
+
+def with_interface(bench: ActiveSetup, address: str) -> ActiveSetup:
+    """Have gloo use the interface of `address`, which the others reach; the user's own choice wins.
+
+    Left to itself gloo takes the address of the host's name, which on many hosts is the loopback's.
+    """
+    import psutil  # seldom needed
+
+    if "GLOO_SOCKET_IFNAME" in bench.environment:
+        return bench
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return bench._replace(environment={**bench.environment, "GLOO_SOCKET_IFNAME": name})
+    return bench
 
 
 # ----- what the leader does -----
@@ -230,6 +249,7 @@ class Leader:
         self._nodes: dict[str, _Node] = {}
         self._changed = threading.Condition()
         self._missing: list[str] = []
+        self.absent = 0
         self._started = time.monotonic()
 
     def lead(self, listening: socket.socket) -> SuiteAnswer:
@@ -276,6 +296,12 @@ class Leader:
     def _gather(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: len(self._nodes) >= self._expected, MEET_S)
+            if len(self._nodes) < self._expected:
+                names = ", ".join(sorted(self._nodes, key=natural)[:16])
+                self._missing.append(
+                    f"only {len(self._nodes)} of {self._expected} nodes came within {MEET_S:.0f} s: {names}"
+                )
+            self.absent = self._expected - len(self._nodes)
             self._expected = len(self._nodes)  # whoever comes later comes too late
             self._nodes = {name: self._nodes[name] for name in sorted(self._nodes, key=natural)}
 
@@ -306,6 +332,7 @@ class Leader:
             group=group,
             smallest=smallest,
             missing=tuple(self._missing),
+            absent=self.absent,
         )
 
     def _wants(self, test: str) -> bool:
@@ -415,11 +442,11 @@ def natural(name: str) -> tuple[object, ...]:
     return tuple(parts)
 
 
-CPU_PAIR_MARGIN: Final = 1.0
-GPU_PAIR_MARGIN: Final = 0.1
+CPU_PAIR_MARGIN: Final = Margin(1.0, 0.05)
+GPU_PAIR_MARGIN: Final = Margin(0.1, 0.000_02)
 
 
-def pair_margin(kinds: Iterable[str]) -> float:
+def pair_margin(kinds: Iterable[str]) -> Margin:
     """How much slower than others is slow. Gloo between shared CPUs is no measure for less than twice."""
     return CPU_PAIR_MARGIN if any(kind.endswith(" CPU") for kind in kinds) else GPU_PAIR_MARGIN
 
@@ -474,7 +501,7 @@ def meet(
     *,
     leads: bool,
     nodes: int,
-    bench: TestBench,
+    bench: ActiveSetup,
     suite_name: str,
     own_address: str,
     domain: str = "",

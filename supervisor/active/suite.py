@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from msgspec.structs import replace
 
 from diagnosis.signals import clean_line
-from recovery.active_verdicts import Figure
+from recovery.active_verdicts import LESS_IS_BETTER, Figure
 from recovery.group_tests import GroupOutcome
 from supervisor.active.children import ChildReport, run_children
 from supervisor.errors import ActiveTestsImpossible
@@ -55,7 +55,7 @@ class Devices(NamedTuple):
     kind: str
 
 
-class TestBench(NamedTuple):
+class ActiveSetup(NamedTuple):
     """With what the tests of this node are run."""
 
     node: str
@@ -63,6 +63,8 @@ class TestBench(NamedTuple):
     """The training environment's."""
     environment: Mapping[str, str]
     cwd: Path
+    products: tuple[dict[str, Any], ...] = ()
+    """The job's own (`supervisor.active.shapes`)."""
 
     def run(
         self, orders: Sequence[Mapping[str, Any]], deadline_s: float, *, group: bool = False, listen: int = -1
@@ -83,7 +85,7 @@ class TestBench(NamedTuple):
             raise ActiveTestsImpossible(f"no test can be started with {self.python}: {error}") from None
 
 
-def find_devices(bench: TestBench, suite: Suite) -> Devices:
+def find_devices(bench: ActiveSetup, suite: Suite) -> Devices:
     """Blocks. Raises ActiveTestsImpossible."""
     (report,) = bench.run([{"do": "look"}], suite.look_s)
     found = next((line.get("devices") for line in report.lines if isinstance(line.get("devices"), list)), None)
@@ -96,7 +98,7 @@ def find_devices(bench: TestBench, suite: Suite) -> Devices:
 # ----- a node -----
 
 
-def run_node(bench: TestBench, devices: Devices, suite: Suite, tests: Sequence[str] = ()) -> list[Figure]:
+def run_node(bench: ActiveSetup, devices: Devices, suite: Suite, tests: Sequence[str] = ()) -> list[Figure]:
     """Every device of the node at the same time; then copies between GPUs. `tests`: only these. Blocks."""
     started = time.monotonic()
     order = {
@@ -106,7 +108,8 @@ def run_node(bench: TestBench, devices: Devices, suite: Suite, tests: Sequence[s
         "share_s": suite.node_share_s,
         "threads": threads(devices),
     }
-    orders = [{**order, "device": device, "tests": list(tests)} for device in devices.devices]
+    order |= {"tests": list(tests), "products": list(bench.products)}
+    orders = [{**order, "device": device} for device in devices.devices]
     figures = figures_of(bench.node, bench.run(orders, suite.node_s), time.time())
     left_s = suite.node_s - (time.monotonic() - started)
     if len(devices.devices) > 1 and left_s > 5.0 and (not tests or PEERS in tests):
@@ -122,9 +125,9 @@ def threads(devices: Devices) -> int:
     return 1 if devices.devices == ("cpu",) else min(CPU_THREADS, os.cpu_count() or 1)
 
 
-NODE_FAMILIES: Final = ("matmul", "memory_copy", "memory_patterns", "host_copies", "training_bits", PEERS)
-"""What a child can be asked for; the first five of `NODE_TESTS` in `supervisor/training/active_tests.py`."""
-_STARTS: Final = {"copy_": "host_copies", "matmul_": "matmul", f"{PEERS}_": PEERS}
+NODE_FAMILIES: Final = ("matmul", "memory_copy", "memory_patterns", "host_copies", "training_bits", PEERS, "replay")
+"""What a child can be asked for."""
+_STARTS: Final = {"replay_": "replay", "copy_": "host_copies", "matmul_": "matmul", f"{PEERS}_": PEERS}
 
 
 def families_of(test: str) -> tuple[str, ...]:
@@ -147,7 +150,7 @@ def _figures(node: str, report: ChildReport, at: float, part: str) -> list[Figur
             base,
             gpu=clean_line(str(line.get("uuid") or base.gpu), 80),
             test=clean_line(str(line["test"]), 80),
-            value=_median(line.get("values")),
+            value=_typical(line, report.kind),
             unit=clean_line(str(line.get("unit", "")), 20),
             digest=clean_line(str(line.get("digest", "")), 80),
             unfinished=clean_line(str(line.get("unfinished", "")), 300),
@@ -180,11 +183,17 @@ def is_fault_of_device(why: str) -> bool:
     return any(word in why for word in FAULTS)
 
 
-def _median(values: object) -> float | None:
+def _typical(line: Mapping[str, Any], kind: str) -> float | None:
+    """Of several repetitions the median. On a CPU the best: others use it, too, and that is no fault of it."""
+    values = line.get("values")
     if not isinstance(values, list):
         return None
     found = [number for value in values[:1000] if (number := number_of(value)) > 0.0]
-    return statistics.median(found) if found else None
+    if not found:
+        return None
+    if kind.endswith(" CPU"):
+        return min(found) if line.get("unit") in LESS_IS_BETTER else max(found)
+    return statistics.median(found)
 
 
 def number_of(value: object) -> float:
@@ -211,7 +220,7 @@ class GroupOrder(NamedTuple):
     """The job's own (`supervisor.active.shapes`)."""
 
 
-def run_group(bench: TestBench, devices: Devices, suite: Suite, order: GroupOrder) -> tuple[ChildReport, ...]:
+def run_group(bench: ActiveSetup, devices: Devices, suite: Suite, order: GroupOrder) -> tuple[ChildReport, ...]:
     """Blocks."""
     orders = []
     for number, device in enumerate(devices.devices):
@@ -249,11 +258,10 @@ def group_outcome(nodes: Sequence[str], reports: Mapping[str, Sequence[ChildRepo
     for node in nodes:
         for report in reports[node] or ():
             for line in report.lines:
-                value = _median(line.get("values"))
-                if isinstance(line.get("test"), str) and value is not None:
+                value = _typical(line, report.kind)
+                if isinstance(line.get("test"), str) and line.get("unit") == "s" and value is not None:
                     test = clean_line(line["test"], 80)
-                    took = value if line.get("unit") == "s" else 1.0 / value
-                    seconds[test] = max(seconds.get(test, 0.0), took)
+                    seconds[test] = max(seconds.get(test, 0.0), value)
     return GroupOutcome(nodes=tuple(nodes), seconds=seconds)
 
 

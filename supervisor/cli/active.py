@@ -23,7 +23,8 @@ from supervisor.errors import ActiveTestsImpossible, ExitCode, LaunchRefused
 if TYPE_CHECKING:
     from recovery.ledger import TestResult
     from supervisor.active.meeting import SuiteAnswer
-    from supervisor.active.suite import TestBench
+    from supervisor.active.shapes import JobShapes
+    from supervisor.active.suite import ActiveSetup
 
 FLOORS = "active_tests"
 """`[limits.active_tests] TEST = NUMBER` of the site file: what a site demands, whatever others of the kind have."""
@@ -65,14 +66,19 @@ def check_active(options: ActiveOptions) -> int:
 
 
 def exit_code(answer: SuiteAnswer) -> int:
-    """0: nothing failed. 2: something did. 3: nothing could be tested."""
+    """0: nothing failed. 2: something did. 3: nothing could be tested, or not every node came."""
+    pairs = answer.pairs
     if answer.bad or (answer.group is not None and answer.group.failed):
         return 2
+    if pairs is not None and (pairs.bad or pairs.links):
+        return 2
+    if answer.absent or (pairs is not None and pairs.unproven):
+        return ExitCode.NOT_KNOWN
     return ExitCode.DONE if any(one.verdict == "pass" for one in answer.results) else ExitCode.NOT_KNOWN
 
 
-def _bench(options: ActiveOptions) -> TestBench:
-    from supervisor.active.suite import TestBench
+def _bench(options: ActiveOptions) -> ActiveSetup:
+    from supervisor.active.suite import ActiveSetup
     from supervisor.run.prepare import training_python
 
     program = options.python or "torchrun"
@@ -80,8 +86,22 @@ def _bench(options: ActiveOptions) -> TestBench:
         python = training_python(program, bool(options.python), os.environ)
     except LaunchRefused as error:
         raise ActiveTestsImpossible(f"{error}, or name its Python with --python") from None
+    products = _shapes(options.shapes).products
     node = options.node or os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
-    return TestBench(clean_line(node, 63), python, dict(os.environ), Path.cwd())
+    return ActiveSetup(clean_line(node, 63), python, dict(os.environ), Path.cwd(), products)
+
+
+def _shapes(path: str) -> JobShapes:
+    """Of the job's own step. Raises TraceUnreadable."""
+    from supervisor.active.shapes import JobShapes, shapes_of
+    from supervisor.diagnose.traces import trace_events
+
+    if not path:
+        return JobShapes()
+    found = shapes_of(event for event in trace_events(Path(path)) if not isinstance(event, int))
+    if not found.products and not found.collectives:
+        warn(f"{path} has no matrix products or collectives with shapes: record it with record_shapes=True")
+    return found
 
 
 # ----- with other nodes -----
@@ -116,7 +136,7 @@ def _meeting(options: ActiveOptions, environment: Mapping[str, str]) -> Meeting 
     return Meeting(base / JOBS / f"check-{job}.{step}", int(step_nodes), environment["SLURM_PROCID"] == "0")
 
 
-def _together(bench: TestBench, options: ActiveOptions, place: Meeting) -> SuiteAnswer:
+def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting) -> SuiteAnswer:
     from supervisor.active.meeting import meet
     from supervisor.controller.main import own_address
     from supervisor.files import make_shared
@@ -134,6 +154,7 @@ def _together(bench: TestBench, options: ActiveOptions, place: Meeting) -> Suite
             domain=os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],  # `spine.leaf1.node3`
             floors=options.floors,
             only=options.only,
+            collectives=_shapes(options.shapes).collectives if place.leads else (),
             say=lambda text: click.echo(f"unbroken: {text}", err=True),
         )
     finally:
@@ -144,7 +165,7 @@ def _together(bench: TestBench, options: ActiveOptions, place: Meeting) -> Suite
                 pass
 
 
-def _alone(bench: TestBench, options: ActiveOptions) -> SuiteAnswer:
+def _alone(bench: ActiveSetup, options: ActiveOptions) -> SuiteAnswer:
     """This node's devices, compared with each other where there are enough."""
     from recovery.active_verdicts import judge, to_repeat
     from supervisor.active.meeting import SuiteAnswer

@@ -103,6 +103,7 @@ RIGHTS: Final = "rights"
     help="Test devices, and pairs of nodes under srun: quick within a minute, full within ten.  [quick]",
 )
 @click.option("--python", default="", metavar="PATH", help="With --active: the training Python.  [torchrun's]")
+@click.option("--shapes", default="", metavar="TRACE", help="With --active: also repeat the work in a Kineto trace.")
 @click.option("--meet", default="", metavar="DIR", help="With --active, without Slurm: folder that all nodes share.")
 @click.option("--nodes", type=click.IntRange(2, 4096), metavar="N", help="With --meet: how many nodes take part.")
 @click.option("--node-rank", type=click.IntRange(0), metavar="R", help="With --meet: this one's number; 0 leads.")
@@ -124,6 +125,7 @@ def check(
     node_name: str,
     active: str | None,
     python: str,
+    shapes: str,
     meet: str,
     nodes: int | None,
     node_rank: int | None,
@@ -137,7 +139,8 @@ def check(
     if form == RIGHTS:
         sys.exit(_rights(site_file))
     if active:
-        sys.exit(_active(active, form, site_file, as_json, node_name, python, (meet, nodes or 0, node_rank), only))
+        place = (meet, nodes or 0, node_rank)
+        sys.exit(_active(active, form, site_file, as_json, node_name, python, place, only, shapes))
     given = FORMS.get(form or "", SlurmForm(False, (), 20.0))
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
     last_resort: threading.Timer | None = None
@@ -183,6 +186,7 @@ def _active(
     python: str,
     place: tuple[str, int, int | None],
     only: tuple[str, ...],
+    shapes: str,
 ) -> int:
     """The active tests. As Slurm's program: a fault of ours never drains a node."""
     from supervisor.cli.active import FLOORS, ActiveOptions, check_active
@@ -198,6 +202,7 @@ def _active(
             nodes=nodes,
             leads=None if rank is None else rank == 0,
             only=only,
+            shapes=shapes,
             floors=site.site.limits.get(FLOORS, {}),
             as_json=as_json,
             slurm_form=form is not None,

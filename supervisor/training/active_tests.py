@@ -40,7 +40,7 @@ TRAINING_RUNS = 3
 """As many times the same steps are made: what differs between them is a fault, whatever other nodes have."""
 
 # Each size: on a GPU, on a CPU. A CPU is there for the logic, and for clusters without GPUs.
-MATMUL_SHAPES = {"cuda": ((8192, 8192, 8192), (4096, 16384, 4096)), "cpu": ((512, 512, 512), (256, 1024, 256))}
+MATMUL_SHAPES = {"cuda": ((8192, 8192, 8192), (4096, 16384, 4096)), "cpu": ((1024, 1024, 1024), (512, 2048, 512))}
 COPY_BYTES = {"quick": {"cuda": 1024 * MIB, "cpu": 32 * MIB}, "full": {"cuda": 4096 * MIB, "cpu": 128 * MIB}}
 HOST_COPY_BYTES = {"cuda": 256 * MIB, "cpu": 0}
 GROUP_BYTES = {"cuda": (1 * MIB, 256 * MIB), "cpu": (64 * 1024, 1 * MIB)}
@@ -60,7 +60,7 @@ class Teller:
         self._out.write(json.dumps(words) + "\n")
 
     def rates(self, test: str, unit: str, values: list[float], **more: Any) -> None:
-        self.tell(test=test, unit=unit, values=[round(value, 6) for value in values], ok=True, **more)
+        self.tell(test=test, unit=unit, values=[round(value, 9) for value in values], ok=True, **more)
 
     def unfinished(self, test: str) -> None:
         self.tell(test=test, ok=True, unfinished="no time was left for it")
@@ -157,6 +157,8 @@ def node(order: dict[str, Any], teller: Teller) -> None:
             test(device, teller, suite, share_s)
             if device.is_gpu:
                 device.torch.cuda.empty_cache()
+    if order.get("products") and (not wanted or "replay" in wanted):
+        replay(order, device, teller)
 
 
 def matmul(device: Device, teller: Teller, _suite: str, share_s: float) -> None:
@@ -167,13 +169,21 @@ def matmul(device: Device, teller: Teller, _suite: str, share_s: float) -> None:
             teller.rates(f"matmul_{_short(dtype)}_{m}x{k}x{n}", "TFLOP/s", rates)
 
 
-def product_rate(device: Device, dtype: Any, m: int, k: int, n: int, share_s: float) -> list[float]:
+def product_rate(device: Device, dtype: Any, m: int, k: int, n: int, share_s: float, batch: int = 1) -> list[float]:
+    """TFLOP/s."""
+    flops = 2.0 * batch * m * k * n
+    return [flops / once / 1e12 for once in product_seconds(device, dtype, m, k, n, share_s, batch)]
+
+
+def product_seconds(device: Device, dtype: Any, m: int, k: int, n: int, share_s: float, batch: int = 1) -> list[float]:
     torch = device.torch
-    left = torch.randn(m, k, device=device.device, dtype=torch.float32).to(dtype)
-    right = torch.randn(k, n, device=device.device, dtype=torch.float32).to(dtype)
-    out = torch.empty(m, n, device=device.device, dtype=dtype)
-    seconds = device.timed(lambda: torch.mm(left, right, out=out), share_s)
-    return [2.0 * m * k * n / once / 1e12 for once in seconds]
+    left = torch.randn(batch, m, k, device=device.device, dtype=torch.float32).to(dtype)
+    right = torch.randn(batch, k, n, device=device.device, dtype=torch.float32).to(dtype)
+    out = torch.empty(batch, m, n, device=device.device, dtype=dtype)
+    if batch > 1:
+        return device.timed(lambda: torch.bmm(left, right, out=out), share_s)
+    left, right, out = left[0], right[0], out[0]
+    return device.timed(lambda: torch.mm(left, right, out=out), share_s)
 
 
 def _short(dtype: Any) -> str:
@@ -358,8 +368,8 @@ def group(order: dict[str, Any], teller: Teller) -> None:
     share_s = float(order.get("share_s", 0.3))
     teller.tell(kind=device.kind(), uuid=device.uuid())
     shape = MATMUL_SHAPES[device.type][0]
-    rates = product_rate(device, device.torch.bfloat16 if device.is_gpu else device.torch.float32, *shape, share_s)
-    teller.rates("group_matmul", "TFLOP/s", rates)
+    dtype = device.torch.bfloat16 if device.is_gpu else device.torch.float32
+    teller.rates("group_matmul", "s", product_seconds(device, dtype, *shape, share_s))
     ours = _Group(order, device, teller)
     teller.tell(joined=True)
     for name, size in zip(("small", "large"), GROUP_BYTES[device.type]):  # noqa: B905 (Python 3.9)
@@ -471,18 +481,18 @@ def _one_call(test: GroupTest, device: Device) -> tuple[bool, float]:
 # ----- the job's own work -----
 
 
-def replay(order: dict[str, Any], teller: Teller) -> None:
+def replay(order: dict[str, Any], device: Device, teller: Teller) -> None:
     """The job's own matrix products, with the shapes of a captured step."""
-    device = Device(str(order["device"]), int(order.get("threads", 1)))
     torch = device.torch
-    teller.tell(kind=device.kind(), uuid=device.uuid())
-    for entry in order.get("products") or ():
-        m, k, n = (int(size) for size in entry["shape"])
+    for entry in order["products"]:
+        batch, m, k, n = (int(size) for size in entry["shape"])
         dtype = getattr(torch, str(entry["dtype"]))
-        if (m * k + k * n + m * n) * 8 > device.free_bytes() // 2:
-            continue
-        rates = product_rate(device, dtype, m, k, n, float(order.get("share_s", 0.2)))
-        teller.rates(f"replay_matmul_{_short(dtype)}_{m}x{k}x{n}", "TFLOP/s", rates)
+        name = f"replay_matmul_{_short(dtype)}_{'x'.join(map(str, (batch, m, k, n)[int(batch == 1) :]))}"
+        if is_late(order) or (m * k + k * n + m * n) * batch * 8 > device.free_bytes() // 2:
+            teller.unfinished(name)
+        else:
+            rates = product_rate(device, dtype, m, k, n, float(order.get("share_s", 0.2)), batch)
+            teller.rates(name, "TFLOP/s", rates)
 
 
 def look(_: dict[str, Any], teller: Teller) -> None:
@@ -500,7 +510,6 @@ ORDERS: dict[str, Callable[[dict[str, Any], Teller], None]] = {
     "node": node,
     "peers": peers,
     "group": group,
-    "replay": replay,
 }
 
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from recovery.group_tests import GroupOutcome, PairConclusion, conclude, narrowed, next_groups, next_halves
+from recovery.group_tests import GroupOutcome, Margin, PairConclusion, conclude, narrowed, next_groups, next_halves
 
-MARGIN = 0.1
+MARGIN = Margin(0.1)
 
 
 class Fleet:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -92,24 +91,21 @@ def bridge() -> Iterator[Bridge]:
     made.end()
 
 
-def check_all(bridge: Bridge, folder: Path, *options: str, environment: dict[str, str] | None = None) -> list[Popen]:
-    """`unbroken check --active` on every node."""
-    program = [str(Path(sys.executable).parent / "unbroken"), "check", "--json", *(options or ("--active",))]
+@pytest.fixture
+def check_all(bridge: Bridge, tmp_path: Path) -> Callable[..., list[Popen]]:
+    """`unbroken check` with these options on every node; what it says goes to `NODE.err`."""
+    return lambda *options: start_checks(bridge, tmp_path, *options)
+
+
+def start_checks(bridge: Bridge, folder: Path, *options: str) -> list[Popen]:
+    program = [str(Path(sys.executable).parent / "unbroken"), "check", "--json", *options]
     place = ["--meet", str(folder / "meet"), "--nodes", str(len(bridge.nodes))]
-    return [
-        subprocess.Popen(
-            node.command(*program, *place, "--node-rank", str(number), "--node-name", node.name),
-            stdout=subprocess.PIPE,
-            stderr=open(folder / f"{node.name}.err", "wb"),
-            env={**os.environ, **(environment or {})},
-            cwd=folder,
-        )
-        for number, node in enumerate(bridge.nodes)
-    ]
+    found = []
+    for number, node in enumerate(bridge.nodes):
+        words = (*program, *place, "--node-rank", str(number), "--node-name", node.name)
+        with open(folder / f"{node.name}.err", "wb") as err:
+            found.append(subprocess.Popen(node.command(*words), stdout=subprocess.PIPE, stderr=err, cwd=folder))
+    return found
 
 
 Popen = subprocess.Popen[bytes]
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
