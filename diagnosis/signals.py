@@ -202,7 +202,7 @@ class RankClock(Frozen, frozen=True, kw_only=True, array_like=True):
     input_share: float | None = None
     """Share of the last half minute or so in which it has waited for data; None: it has no data loader of torch's."""
     step: int | None = None
-    """The run's step, where the output and the clock go together (`diagnosis.step_match`); None: not known."""
+    """The run's step, where the output and the clock go together (`diagnosis.logs.steps`); None: not known."""
 
 
 class RankSample(Frozen, frozen=True, kw_only=True):

@@ -420,6 +420,12 @@ class Progressed(Event, frozen=True, kw_only=True, tag="progressed"):
     """When that step was made; None: not known any better than `at`."""
     last_step: int | None = None
     first: bool = False
+    counted: int = 0
+    """Steps of the optimizers since the ranks started, by the step clock; 0: not counted."""
+    counted_at: float | None = None
+    """When the newest of them was made."""
+    counted_step: int | None = None
+    """Which step of the run that is, where the output and the clock go together."""
 
 
 class RankEnded(Event, frozen=True, kw_only=True, tag="rank_ended"):
@@ -601,6 +607,20 @@ class NodesLeaving(Event, frozen=True, kw_only=True, tag="nodes_leaving"):
     """The job's nodes that the scheduler takes out of service; sent when that has changed."""
 
     nodes: tuple[LeavingNode, ...] = ()
+
+
+class InputWaitSeen(Event, frozen=True, kw_only=True, tag="input_wait_seen"):
+    """These ranks wait for data; none: not any more. Told, never acted on."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    """At most 16."""
+    count: int = 0
+    """How many there are."""
+    share: float = 0.0
+    """Of the time of the one that waits longest."""
+    since: float = 0.0
+    """Unix seconds."""
 
 
 class NumbersSeen(Event, frozen=True, kw_only=True, tag="numbers_seen"):
@@ -843,6 +863,7 @@ AnyEvent = (
     | VersionsCompared
     | StragglersSeen
     | NodesLeaving
+    | InputWaitSeen
     | NumbersSeen
     | LossSeen
     | ReplicasDiffer

@@ -114,6 +114,8 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "stragglers": _kind("{what}"),
     "stragglers_gone": _kind("{who} no longer [one?slows][!one?slow] the others down"),
+    "input_wait": _kind("{what}"),
+    "input_wait_gone": _kind("the ranks wait for data no longer"),
     # planned swaps
     "swap_planned": _kind(
         "{node} leaves at the next checkpoint[, about {about:hm}]: {why}[ ({seen})][; a swap costs about {cost_s} s]"

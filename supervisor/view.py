@@ -211,6 +211,16 @@ class StragglersView(Frozen, frozen=True, kw_only=True):
     """In words."""
 
 
+class InputWaitView(Frozen, frozen=True, kw_only=True):
+    ranks: tuple[int, ...]
+    """At most 16 of them."""
+    share_percent: float
+    """Of the time of the rank that waits longest."""
+    since: datetime.datetime
+    text: str
+    """In words."""
+
+
 class SilenceView(Frozen, frozen=True, kw_only=True):
     """No progress, and nothing proves a hang."""
 
@@ -307,6 +317,12 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """What is not the same on all nodes: versions of driver, firmware, kernel, torch, ..."""
     stragglers: StragglersView | None = None
     """The ranks that all others of the attempt wait for at each step."""
+    counted: int = 0
+    """Steps of the optimizers since the ranks of this attempt started, by the step clock; 0: not counted."""
+    step_from: Literal["", "output", "clock"] = ""
+    """What tells `step`; empty: nothing does."""
+    input_wait: InputWaitView | None = None
+    """The ranks that wait for data."""
     degraded: tuple[str, ...] = ()
     """What is wrong while training goes on, in words: incidents that stopped nothing and last."""
     silence: SilenceView | None = None

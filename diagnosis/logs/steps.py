@@ -666,3 +666,46 @@ class ProgressReader:
     def last_step(self) -> int | None:
         """The step at which the run would be complete, if the output says so."""
         return max((one.last_step for one in self._readers.values() if one.last_step is not None), default=None)
+
+
+# ----- the output and the step clock -----
+
+
+MATCHED_LINES: Final = 3
+"""So many lines must have told a step."""
+MOST_STEPS_EACH: Final = 64
+"""One step of the one is at most so many of the other."""
+MATCH_UNSURE: Final = 0.2
+"""Of the way that was seen: what differs more has nothing to do with each other."""
+
+
+class StepMatch(NamedTuple):
+    """`counted` steps of the clock are `shown` ones of the output; one of the two is 1."""
+
+    counted: int
+    shown: int
+    offset: int
+
+    def step(self, count: int) -> int:
+        """The run's step when the clock has counted so far."""
+        return (count * self.shown + self.offset) // self.counted
+
+
+def match_steps(pairs: Sequence[tuple[int, int]]) -> StepMatch | None:
+    """`pairs`: (count of the clock, step of the output), oldest first, each count read after its line. None: they do
+    not go together, or too little was seen.
+
+    The output may show every hundredth step, count batches where the optimizer steps once in four, or count what two
+    optimizers do in turn as one. A loss that overflows skips the optimizer. A run that has resumed counts on where it
+    was; the clock begins at 0. A count may be late, never early: of all offsets the greatest is the right one.
+    """
+    if len(pairs) < MATCHED_LINES:
+        return None
+    counts, steps = pairs[-1][0] - pairs[0][0], pairs[-1][1] - pairs[0][1]
+    if min(counts, steps) <= 0:
+        return None
+    counted, shown = (round(counts / steps), 1) if counts >= steps else (1, round(steps / counts))
+    offsets = [step * counted - count * shown for count, step in pairs]
+    if max(counted, shown) > MOST_STEPS_EACH or max(offsets) - min(offsets) > MATCH_UNSURE * counts * shown:
+        return None
+    return StepMatch(counted, shown, max(offsets))

@@ -50,6 +50,13 @@ AGENT: Final = (
         "Age of the oldest checkpoint part here that is not mirrored and in the shared folder yet; 0: there is none.",
     ),
     Family("unbroken_rank_step", "gauge", "Newest training step that a rank here has told.", ("rank",)),
+    Family(
+        "unbroken_rank_counted_steps", "gauge", "Steps of a rank's optimizers since it started (step clock).", ("rank",)
+    ),
+    Family("unbroken_rank_step_seconds", "gauge", "Mean time of its steps in the last half minute.", ("rank",)),
+    Family(
+        "unbroken_rank_input_wait_ratio", "gauge", "Share of the last half minute that it waited for data.", ("rank",)
+    ),
     Family("unbroken_rank_quiet_seconds", "gauge", "Since any sign of progress of a rank here.", ("rank",)),
     Family("unbroken_rank_stopped", "gauge", "1 while a rank here is stopped (state T) or traced.", ("rank",)),
     Family("unbroken_probe_looks_total", "counter", "Looks of a probe.", ("probe",)),
@@ -172,6 +179,13 @@ def _ranks_and_connection(link: Link, ranks: RankMonitor) -> Iterator[Sample]:
         rank = str(sample.rank)
         if sample.step is not None:
             yield Sample("unbroken_rank_step", sample.step, (rank,))
+        clock = sample.clock
+        if clock is not None:
+            figures = {"counted_steps": clock.steps or None, "step_seconds": clock.step_s}
+            figures["input_wait_ratio"] = clock.input_share
+            for name, figure in figures.items():
+                if figure is not None:
+                    yield Sample(f"unbroken_rank_{name}", figure, (rank,))
         if sample.exit is None:
             yield Sample("unbroken_rank_quiet_seconds", sample.moved_age_s, (rank,))
             yield Sample("unbroken_rank_stopped", sample.rank in stopped, (rank,))

@@ -18,10 +18,9 @@ from typing import NamedTuple
 import msgspec
 
 from diagnosis import rules
-from diagnosis.logs.steps import LASTING, LossCurves, StepReader
+from diagnosis.logs.steps import LASTING, LossCurves, StepMatch, StepReader, match_steps
 from diagnosis.rules import Rules
 from diagnosis.signals import Finding, Frozen, LossAlarm, Phase, ProcessState, RankClock, RankSample
-from diagnosis.step_match import StepMatch, match
 from supervisor.agent.procfs import RankProcessReader, blocked
 from supervisor.keeper_client import WorkerProcess
 from supervisor.paths import LocalPaths
@@ -535,7 +534,7 @@ class ClockWindow:
             self._told = told
             if told is not None and reading.steps:
                 self._pairs.append((reading.steps, told))
-                self._match = match(self._pairs)
+                self._match = match_steps(self._pairs)
         if not self._kept or now - self._kept[-1][0] >= KEPT_EACH_S:
             self._kept.append((now, reading))
             while now - self._kept[0][0] > WINDOW_S:

@@ -246,6 +246,8 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         parts.append(Text(_advised(answer["advice"])))
     if answer.get("stragglers"):
         parts.append(Text(answer["stragglers"]["text"], style="yellow"))
+    if answer.get("input_wait"):
+        parts.append(Text(answer["input_wait"]["text"], style="yellow"))
     if answer["incidents"]:
         incidents_ = _table("incident", "at", "class", "why")
         for one in answer["incidents"]:
@@ -287,7 +289,8 @@ def _why(node: dict[str, Any]) -> str:
 
 def _step(answer: dict[str, Any]) -> str:
     if answer["step"] is None:
-        return ""
+        counted = answer.get("counted")
+        return f", {counted} steps since its start" if counted else ""
     return f", step {answer['step']}" + (f" of {answer['last_step']}" if answer["last_step"] is not None else "")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from diagnosis.hang import watch as hang
+from diagnosis.input_waits import InputWatch
 from diagnosis.signals import LossAlarm, RankSample
 from diagnosis.stragglers import StragglerWatch
 from recovery.snapshot_choice import RankSnapshot, ReplicaWatch
@@ -119,6 +120,17 @@ class Newest(NamedTuple):
     last_step: int | None
     broken: bool = False
     """A rank of the attempt ended badly, or is gone."""
+    counted: int = 0
+    counted_step: int | None = None
+    """As in `Progressed`."""
+
+
+class _Count(NamedTuple):
+    """The step clock that is furthest."""
+
+    steps: int = 0
+    at: float = 0.0
+    step: int | None = None
 
 
 class HeartbeatEvents:
@@ -127,6 +139,8 @@ class HeartbeatEvents:
     def __init__(self, skew: tuple[Difference, ...] = ()) -> None:
         self._watch = hang.HangWatch()
         self._stragglers = StragglerWatch()
+        self._inputs = InputWatch()
+        self._count = self._told_count = _Count()
         self._node_diff = NodeDiffMonitor(skew)
         self._nodes: dict[str, _Seen] = {}
         self._attempt = 0
@@ -202,6 +216,14 @@ class HeartbeatEvents:
                 at=now, attempt=self._attempt, ranks=slow.ranks, cost=round(slow.cost, 3), since=slow.since
             )
             events.append(seen_slow)
+        waits = self._inputs.tick(now)
+        if waits is not None:
+            share, since = round(waits.share, 3), waits.since
+            events.append(
+                m.InputWaitSeen(
+                    at=now, attempt=self._attempt, ranks=waits.ranks, count=waits.many, share=share, since=since
+                )
+            )
         for name, seen in self._nodes.items():
             silent_s = now - seen.heard_at
             if silent_s > QUIET_S and not (seen.quiet or seen.lost or seen.done or self._works(seen)):
@@ -274,7 +296,8 @@ class HeartbeatEvents:
     @property
     def newest(self) -> Newest:
         """Fresher than what the job was told."""
-        return Newest(self._attempt, self._step, self._step_at, self._last_step, self._broken)
+        count = self._count
+        return Newest(self._attempt, self._step, self._step_at, self._last_step, self._broken, count.steps, count.step)
 
     @property
     def snapshot(self) -> RankSnapshot | None:
@@ -352,6 +375,7 @@ class HeartbeatEvents:
             events.append(m.WorkersStarted(at=now, node=beat.node, attempt=beat.attempt, ranks=ranks))
         self._watch.observe(now, beat.ranks)
         self._stragglers.observe(now, beat.ranks)
+        self._inputs.observe(beat.ranks)
         self._look_at_ranks(beat, seen, now)
         self._progress(now, events)
         self._numbers(now, events)
@@ -400,6 +424,8 @@ class HeartbeatEvents:
         self._loss_told = ("", -math.inf)
         self._watch.start(now, attempt)
         self._stragglers.start(now)
+        self._inputs.start(now)
+        self._count = self._told_count = _Count()
 
     def _note_steps(self, beat: m.Heartbeat, now: float) -> None:
         if beat.attempt != self._attempt:
@@ -407,10 +433,15 @@ class HeartbeatEvents:
         for sample in beat.ranks:
             if sample.step is not None and (self._step is None or sample.step > self._step):
                 self._step, self._step_at = sample.step, now - sample.moved_age_s
+            clock = sample.clock
+            if clock is not None and (clock.steps, clock.step or 0) > (self._count.steps, self._count.step or 0):
+                self._count = _Count(clock.steps, now - clock.age_s, clock.step)
 
     def _tell_step(self, now: float, events: list[m.AnyEvent]) -> None:
         """What follows may break the attempt, or say what it saved: the job is to know how far it was."""
-        if self._step is not None and self._step != self._told_step and self._told_step is not None:
+        stepped = self._step is not None and self._step != self._told_step and self._told_step is not None
+        counted = self._count != self._told_count and self._told_moved
+        if stepped or counted:
             self._report_progress(now, events)
 
     def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
@@ -447,15 +478,27 @@ class HeartbeatEvents:
         alive = self._moved and not self._told_moved
         moved_on = self._step != self._told_step
         later = moved_on and (self._told_steps < 2 or now - self._told_at >= PROGRESS_EVERY_S)
+        if self._count != self._told_count:
+            first_count = not self._told_count.steps and self._count.steps > 0
+            later = later or first_count or now - self._told_at >= PROGRESS_EVERY_S
         if first or alive or later:
             self._report_progress(now, events, first)
 
     def _report_progress(self, now: float, events: list[m.AnyEvent], first: bool = False) -> None:
         step_at = None if self._step is None else round(min(now, self._step_at), 3)
         told = m.Progressed(
-            at=now, attempt=self._attempt, step=self._step, step_at=step_at, last_step=self._last_step, first=first
+            at=now,
+            attempt=self._attempt,
+            step=self._step,
+            step_at=step_at,
+            last_step=self._last_step,
+            first=first,
+            counted=self._count.steps,
+            counted_at=round(min(now, self._count.at), 3) if self._count.steps else None,
+            counted_step=self._count.step,
         )
         events.append(told)
+        self._told_count = self._count
         self._told_steps += self._step != self._told_step
         self._told_step, self._told_at, self._told_moved = self._step, now, True
 
@@ -532,4 +575,5 @@ def _matters(beat: m.Heartbeat, seen: _Seen) -> bool:
 
 def _has_moved(sample: RankSample) -> bool:
     """A step, or a collective that completed."""
-    return sample.step is not None or any(completed > 0 for _, completed in sample.groups.values())
+    stepped = sample.step is not None or sample.clock is not None
+    return stepped or any(completed > 0 for _, completed in sample.groups.values())

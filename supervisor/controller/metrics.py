@@ -97,8 +97,10 @@ def _progress(job: Job, now: float, newest: Newest | None) -> Iterator[Sample]:
         step, at = attempt.step, attempt.step_at
         if newest is not None and newest.attempt == attempt.number and newest.step is not None and newest.step > step:
             step, at = newest.step, newest.at
-        yield Sample("unbroken_job_step", step)
-        yield Sample("unbroken_job_progress_timestamp_seconds", at)
+        yield Sample("unbroken_job_step", max(step, attempt.counted_step or 0))
+        yield Sample("unbroken_job_progress_timestamp_seconds", max(at, attempt.counted_at))
+    elif attempt is not None and attempt.counted:
+        yield Sample("unbroken_job_progress_timestamp_seconds", attempt.counted_at)
     if attempt is not None and attempt.workers_started_at is not None:
         yield Sample("unbroken_job_attempt_start_timestamp_seconds", attempt.workers_started_at)
     if attempt is not None and attempt.last_step is not None:
@@ -106,6 +108,10 @@ def _progress(job: Job, now: float, newest: Newest | None) -> Iterator[Sample]:
     pace = attempt.seconds_per_step if attempt is not None else None
     if pace is not None:
         yield Sample("unbroken_job_step_seconds", pace)
+    if attempt is not None and attempt.counted:
+        yield Sample("unbroken_job_counted_steps", attempt.counted)
+        waits = job.input_wait
+        yield Sample("unbroken_job_input_wait_ratio", waits.share if waits and job.attempts.live(waits.attempt) else 0)
     ratio = ettr(job, now)
     if ratio is not None:
         yield Sample("unbroken_job_ettr_ratio", ratio)

@@ -21,7 +21,7 @@ from recovery.snapshot_choice import one_world
 from supervisor import messages as m
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
 from supervisor.job.advice import JobAdvice, advice_of, measured
-from supervisor.job.view import slow_text
+from supervisor.job.view import input_text, slow_text
 from supervisor.notes import repeats, same, tells, text_of
 from supervisor.view import rfc3339, utc
 
@@ -157,9 +157,13 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
         return functools.partial(advice_answer, job.spec.name, loop.advice.of(job, now))
     newest, held = loop.watch.newest, loop.watch.snapshot
     view: JobView = job.view(now, None if held is None else one_world(held))
-    if newest.attempt == view.attempt and newest.step is not None and newest.step > (view.step or -1):
+    if newest.attempt == view.attempt:
         # The job hears of a step every 10 s, which is journalled; readers see the newest heartbeat's.
-        view = msgspec.structs.replace(view, step=newest.step, last_step=newest.last_step)
+        view = msgspec.structs.replace(view, counted=max(view.counted, newest.counted))
+        if newest.step is not None and newest.step > (-1 if view.step is None else view.step):
+            view = msgspec.structs.replace(view, step=newest.step, last_step=newest.last_step, step_from="output")
+        if view.step is not None and newest.counted_step is not None and newest.counted_step >= view.step:
+            view = msgspec.structs.replace(view, step=newest.counted_step, step_from="clock")
     if name == "incidents":
         return lambda: incidents_of(view)
     if stall and newest.attempt == view.attempt and newest.broken and view.state == "RUNNING":
@@ -294,6 +298,8 @@ def _tell_more(event: m.AnyEvent) -> tuple[str, bool]:
             return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
         case m.StragglersSeen():
             return slow_text(event) if event.ranks else "no rank slows the others down any more", True
+        case m.InputWaitSeen():
+            return input_text(event) if event.ranks else "the ranks wait for data no longer", True
         case m.SpaceSeen():
             return f"{event.node}: {'; '.join(event.full) or 'there is enough disk space'}", True
         case m.NumbersSeen():

@@ -450,6 +450,13 @@ class Attempt:
     step: int | None = None
     step_at: float = 0.0
     last_step: int | None = None
+    counted: int = 0
+    """Steps of the optimizers since its ranks started, by the step clock; 0: not counted."""
+    counted_step: int | None = None
+    """Which step of the run that is, where the output and the clock go together."""
+    first_counted_at: float | None = None
+    counted_at: float = 0.0
+    """When the newest of them was made."""
     progress_seen_at: float | None = None
     """When the first sign of progress was seen: collectives, output, or a step."""
     workers_started_at: float | None = None
@@ -554,6 +561,11 @@ class Attempt:
         return (self.step_at - self.first_at) / (self.step - self.first_step)
 
     @property
+    def newest_step(self) -> int | None:
+        """The newest step: the clock may know one that the output has not told. None: the output tells none."""
+        return None if self.step is None else max(self.step, self.counted_step or 0)
+
+    @property
     def done_before(self) -> int:
         """The last step that was done when its own steps began. (Scripts may show only every tenth step.)"""
         first = self.first_step if self.first_step is not None else 0
@@ -577,6 +589,15 @@ class Attempt:
             self.first_step, self.first_at = step, at
         if self.step is None or step > self.step:
             self.step, self.step_at = step, at
+
+    def add_count(self, event: m.Progressed, at: float) -> None:
+        """What the step clock has counted. It decides nothing: it tells how far it is, and what is lost."""
+        if event.counted and self.first_counted_at is None:
+            self.first_counted_at = at
+        if event.counted > self.counted:
+            self.counted, self.counted_at = event.counted, at
+        if event.counted_step is not None:
+            self.counted_step = max(event.counted_step, self.counted_step or 0)
 
     def keep_evidence(self, piece: NodeEvidence) -> bool:
         """False: it is known already, or there is too much evidence."""
@@ -627,6 +648,8 @@ class Attempts:
         """When the first attempt was given out."""
         self.first_progress_at: float | None = None
         self.first_step_at: float | None = None
+        self.first_counted_at: float | None = None
+        """The same by the step clock."""
         self.furthest: int | None = None
         """The highest step that any attempt reached."""
         self._furthest_saved: int | None = None
@@ -656,7 +679,8 @@ class Attempts:
     @property
     def trains_since(self) -> float | None:
         """When training began: the first step, or where steps are not shown the first sign of life."""
-        return self.first_step_at if self.first_step_at is not None else self.first_progress_at
+        steps = [at for at in (self.first_step_at, self.first_counted_at) if at is not None]
+        return min(steps, default=self.first_progress_at)
 
     def cannot_go_on(self, attempt: Attempt) -> bool:
         """A rank or launcher of it ended badly, or a member is lost."""
@@ -682,7 +706,8 @@ class Attempts:
         number = 1 + max(self.numbers_from, old.number if old is not None else 0)
         if old is not None:
             old.over = True
-            if old.step is not None:
+            last = self.last_with_steps
+            if old.step is not None or (old.counted and (last is None or last.step is None)):
                 self.last_with_steps = old
         resume, prepare = yield from self._resume(members)
         self.current = Attempt(
@@ -975,7 +1000,12 @@ class Attempts:
         self.first_progress_at = now if self.first_progress_at is None else self.first_progress_at
         yield from self._run()
         attempt.add_step(event.step, event.last_step, now if event.step_at is None else event.step_at)
+        first_count = event.counted > 0 and not attempt.counted
+        attempt.add_count(event, now if event.counted_at is None else event.counted_at)
+        self.first_counted_at = attempt.first_counted_at if self.first_counted_at is None else self.first_counted_at
         if event.step is None:
+            if first_count and self.first_step_at is None:  # and no attempt has shown any
+                yield Recovered(f"attempt {attempt.number} made its first step")
             return
         self.first_step_at = now if self.first_step_at is None else self.first_step_at
         if not attempt.resume_checked:

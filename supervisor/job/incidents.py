@@ -1172,7 +1172,9 @@ class Incidents:
         for record in self.log.open_failures():
             if record.next_attempt is None:
                 continue
-            began = attempt.progress_seen_at if attempt.step is None else attempt.first_at
+            began = attempt.first_at
+            if attempt.step is None:
+                began = attempt.progress_seen_at if attempt.first_counted_at is None else attempt.first_counted_at
             further_s = self._count_redone(record, attempt)
             record.mark("first_step", (self._core.now if began is None else began) - further_s)
             yield from self.close(record, text)
@@ -1180,7 +1182,7 @@ class Incidents:
 
     def _recovered(self, record: IncidentRecord, attempt: Attempt) -> Note:
         first, broke, resume = attempt.first_step, self._attempts.last_with_steps, attempt.resume
-        lost = first is not None and broke is not None and broke.step is not None
+        lost = record.redone_steps > 0 or (first is not None and broke is not None and broke.step is not None)
         compared = bool(resume.path) and resume.step is not None and first is not None
         resumed = compared and first is not None and resume.step is not None and first > resume.step
         checkpoint, snapshot = resume.path, attempt.round.snapshot if attempt.round is not None else None
@@ -1207,9 +1209,13 @@ class Incidents:
         first step that is seen is further than that one ever came.
         """
         broke, first = self._attempts.last_with_steps, attempt.first_step
-        if broke is None or broke.step is None or first is None:
+        if broke is None:
             return 0.0
-        record.redone_steps = max(0, broke.step - attempt.done_before)
+        if broke.newest_step is None or first is None:
+            if not attempt.resume.path and attempt.round is not None and attempt.round.snapshot is None:
+                record.redone_steps = broke.counted  # it begins anew: all that the clock has counted
+            return 0.0
+        record.redone_steps = max(0, broke.newest_step - attempt.done_before)
         made_at, broke_at = broke.reached_at(first), broke.broke_at
         if made_at is None:
             return 0.0

@@ -199,6 +199,7 @@ class Job:
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""
         self.stragglers: m.StragglersSeen | None = None
+        self.input_wait: m.InputWaitSeen | None = None
         """Of the attempt that it names, as seen last."""
         self._skew_reported: set[tuple[str, ...]] = set()
         self._spec_open = False
@@ -242,6 +243,7 @@ class Job:
             m.SpaceSeen: self.space.seen,
             m.StragglersSeen: self._stragglers_seen,
             m.NodesLeaving: self.swaps.leaving,
+            m.InputWaitSeen: self._input_wait_seen,
             # what may be wrong
             m.EvidenceArrived: self.incidents.evidence_arrived,
             m.FindingArrived: self._findings_arrived,
@@ -672,6 +674,15 @@ class Job:
         elif before is not None and before.ranks:
             yield note("stragglers_gone", who=rank_names(before.ranks), one=len(before.ranks) == 1)
         yield from self.swaps.stragglers_seen(event, view.slow_why(self, event))
+
+    def _input_wait_seen(self, event: m.InputWaitSeen) -> Wants:
+        if self.attempts.live(event.attempt) is None:
+            return
+        before, self.input_wait = self.input_wait, event
+        if event.ranks:
+            yield note("input_wait", loud=before is None or not before.ranks, what=view.input_text(event))
+        elif before is not None and before.ranks:
+            yield note("input_wait_gone")
 
     # ----- events: what may be wrong -----
 

@@ -14,7 +14,7 @@ from recovery.cordon import Cordon, breaker_limit
 from recovery.snapshot_choice import NodeSnapshot
 from recovery.tiers import MIRRORS
 from supervisor.job.assignments import Assignments
-from supervisor.job.attempts import Attempts
+from supervisor.job.attempts import Attempt, Attempts
 from supervisor.job.core import Core
 from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Incidents
@@ -23,7 +23,7 @@ from supervisor.job.operator import Operator
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.swaps import Swaps
 from supervisor.job.tiers import Tiers
-from supervisor.messages import StragglersSeen
+from supervisor.messages import InputWaitSeen, StragglersSeen
 from supervisor.node_diff import Difference
 from supervisor.view import (
     BreakerView,
@@ -32,6 +32,7 @@ from supervisor.view import (
     CordonView,
     HoldView,
     HungView,
+    InputWaitView,
     JobStateName,
     JobView,
     LeftView,
@@ -65,6 +66,7 @@ class Parts(Protocol):
     assignments: Assignments
     skew: tuple[Difference, ...]
     stragglers: StragglersSeen | None
+    input_wait: InputWaitSeen | None
 
 
 def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = None) -> JobView:
@@ -85,7 +87,7 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         epoch=core.epoch,
         attempt=attempt.number if attempt else 0,
         stage=job.assignments.stage,
-        step=attempt.step if attempt else None,
+        step=attempt.newest_step if attempt else None,
         last_step=attempt.last_step if attempt else None,
         resume=attempt.resume if attempt else None,
         defined_at=None if core.defined_at is None else utc(core.defined_at),
@@ -116,6 +118,9 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         outcome=core.outcome,
         skew=job.skew,
         stragglers=_stragglers(job),
+        counted=attempt.counted if attempt else 0,
+        step_from=_step_from(attempt),
+        input_wait=_input_wait(job),
         degraded=tuple(f"{record.id}: {record.what}" for record in incidents.log.open_degradations()),
         silence=_silence(job, now),
         hung=_hung(job),
@@ -199,6 +204,29 @@ def _stragglers(job: Parts) -> StragglersView | None:
         return None
     text = slow_text(event, attempt.rank_nodes) + slow_why(job, event)
     return StragglersView(ranks=event.ranks, cost_percent=round(100 * event.cost, 1), since=utc(event.since), text=text)
+
+
+def _step_from(attempt: Attempt | None) -> Literal["", "output", "clock"]:
+    if attempt is None or attempt.step is None:
+        return ""
+    return "clock" if attempt.counted_step is not None and attempt.counted_step >= attempt.step else "output"
+
+
+def input_text(event: InputWaitSeen) -> str:
+    """`ranks 0, 1 wait for data 38 % of the time since 14:02 UTC`."""
+    waits = "waits" if event.count == 1 else "wait"
+    more = f" and {event.count - len(event.ranks)} more" if event.count > len(event.ranks) else ""
+    since = utc(event.since).strftime("%H:%M")
+    return f"{rank_names(event.ranks)}{more} {waits} for data {100 * event.share:.0f} % of the time since {since} UTC"
+
+
+def _input_wait(job: Parts) -> InputWaitView | None:
+    event = job.input_wait
+    if event is None or not event.ranks or job.attempts.live(event.attempt) is None:
+        return None
+    return InputWaitView(
+        ranks=event.ranks, share_percent=round(100 * event.share, 1), since=utc(event.since), text=input_text(event)
+    )
 
 
 def _node(job: Parts, node: Node, blamed: str) -> NodeView:
@@ -288,7 +316,7 @@ def _restart(job: Parts, now: float, held: NodeSnapshot | None) -> RestartView |
         return RestartView(path="", step=None, loses_steps=None, loses_s=None, why=clean_line(str(error)))
     path, at = (chosen.path, chosen.step) if chosen is not None else ("", None)
     if held is not None and attempts.would_start_from(held, path, at):
-        loses = None if attempt.step is None else max(0, attempt.step - held.step)
+        loses = None if attempt.newest_step is None else max(0, attempt.newest_step - held.step)
         age_s = round(max(0.0, now - held.at), 3)
         return RestartView(path="", step=held.step, loses_steps=loses, loses_s=age_s, from_memory=True)
     seen = known.candidates(attempt.members)
@@ -296,12 +324,12 @@ def _restart(job: Parts, now: float, held: NodeSnapshot | None) -> RestartView |
         doubt = any(one.in_doubt for one in seen)
         why = "the newest one is in doubt: the script decides" if doubt else ""
         since = attempt.first_at if attempt.first_at is not None else attempt.formed_at
-        loses = None if doubt else (attempt.step if not attempt.resume.path else None)
+        loses = None if doubt else (attempt.newest_step if not attempt.resume.path else None)
         return RestartView(
             path="", step=None, loses_steps=loses, loses_s=None if doubt else round(max(0.0, now - since), 3), why=why
         )
     step = chosen.step if chosen.step is not None else known.step_of(chosen.path)
-    lost = attempt.step - step if attempt.step is not None and step is not None else None
+    lost = attempt.newest_step - step if attempt.newest_step is not None and step is not None else None
     return RestartView(
         path=chosen.path,
         step=step,

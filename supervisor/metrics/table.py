@@ -71,6 +71,16 @@ CONTROLLER: Final = (
     Family("unbroken_job_step", "gauge", "Newest training step of the current attempt."),
     Family("unbroken_job_last_step", "gauge", "Step at which the run will be complete, where its output tells."),
     Family("unbroken_job_step_seconds", "gauge", "Mean time of a step in the current attempt."),
+    Family(
+        "unbroken_job_counted_steps",
+        "gauge",
+        "Steps of the optimizers since the ranks of the current attempt started, by the step clock.",
+    ),
+    Family(
+        "unbroken_job_input_wait_ratio",
+        "gauge",
+        "Share of the time that the rank that waits longest waits for data; 0 while it is under a fifth.",
+    ),
     Family("unbroken_job_progress_timestamp_seconds", "gauge", "Unix time of the newest step."),
     Family(
         "unbroken_job_silence_start_timestamp_seconds",

@@ -4,9 +4,10 @@ import itertools
 import time
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
-from diagnosis.signals import Evidence, ExitRecord, Finding, LossAlarm, NodeEvidence, RankSample
+from diagnosis.signals import Evidence, ExitRecord, Finding, LossAlarm, NodeEvidence, RankClock, RankSample
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
 from recovery.snapshot_choice import RankSnapshot
@@ -406,3 +407,46 @@ def test_a_loss_that_went_wrong_on_4096_ranks_costs_as_much_as_one_that_is_well(
             seen += losses(nodes.beat(at, node=f"n{node}", attempt=1, ranks=ranks))
     assert len(seen) == 1
     assert time.process_time() - began < 1.5
+
+
+def test_what_the_step_clock_counts_is_told_every_ten_seconds_and_before_the_end(nodes: Nodes) -> None:
+    """The script shows no step."""
+    told = [
+        event
+        for second in range(1, 36)
+        for event in nodes.beat(
+            float(second), attempt=1, ranks=(sample(0, clock=RankClock(steps=second * 3, age_s=0.25)),)
+        )
+        if isinstance(event, m.Progressed)
+    ]
+    assert [(one.step, one.counted, one.counted_at) for one in told] == [
+        (None, 3, 0.75),
+        (None, 33, 10.75),
+        (None, 63, 20.75),
+        (None, 93, 30.75),
+    ]
+    last = msgspec.structs.replace(ended(0, 1), clock=RankClock(steps=106, age_s=0.5))
+    events = nodes.beat(36.0, attempt=1, ranks=(last,))
+    assert kinds(events)[:2] == ["Progressed", "RankEnded"]
+    assert events[0].counted == 106
+    assert nodes.observer.newest.counted == 106
+
+
+def test_the_clock_that_is_furthest_tells_the_runs_step(nodes: Nodes) -> None:
+    ranks = (
+        sample(0, step=400, clock=RankClock(steps=456, step=456)),
+        sample(1, clock=RankClock(steps=457)),
+        sample(2, step=400, clock=RankClock(steps=457, step=457)),
+    )
+    (told,) = (event for event in nodes.beat(1.0, attempt=1, ranks=ranks) if isinstance(event, m.Progressed))
+    assert (told.step, told.counted, told.counted_step) == (400, 457, 457)
+
+
+def test_ranks_that_wait_for_data_are_told(nodes: Nodes) -> None:
+    told: list[m.AnyEvent] = []
+    for second in range(1, 130):
+        clock = RankClock(steps=second, input_share=0.4)
+        nodes.beat(float(second), attempt=1, ranks=(sample(0, clock=clock), sample(1, clock=RankClock(steps=second))))
+        told += nodes.tick(second, second + 1)
+    (waits,) = (event for event in told if isinstance(event, m.InputWaitSeen))
+    assert (waits.attempt, waits.ranks, waits.count, waits.share) == (1, (0,), 1, 0.4)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from diagnosis.step_match import StepMatch, match
+from diagnosis.logs.steps import StepMatch, match_steps
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from diagnosis.step_match import StepMatch, match
     ],
 )
 def test_counts_and_told_steps(pairs: list[tuple[int, int]], found: StepMatch | None) -> None:
-    assert match(pairs) == found
+    assert match_steps(pairs) == found
 
 
 @pytest.mark.parametrize(
@@ -54,5 +54,5 @@ def test_lines_that_are_read_late_are_right_once_one_was_read_in_time(seed: int)
     made = sorted(random_.sample(range(1, 2000), 20))
     pairs = [(count + random_.randrange(30), base + count) for count in made]
     pairs.insert(10, (made[9], base + made[9]))
-    found = match(sorted(pairs, key=lambda pair: pair[1]))
+    found = match_steps(sorted(pairs, key=lambda pair: pair[1]))
     assert found == StepMatch(1, 1, base)
