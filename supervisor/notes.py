@@ -184,7 +184,7 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "cluster_cordon_over": _kind("{node} may be used again: it is no longer cordoned for the cluster"),
     "on_probation": _kind("{node} was repaired: until {until:utc} it is used where no other node is left"),
-    "retest_due": _kind("{node} was repaired a day ago, and not tested since: test it again"),
+    "retest_due": _kind("{node} was repaired a day ago, and not tested since: `unbroken qualify` there does it"),
     "lemon_proposed": _kind(
         "{node} fails again and again ({points:g} points: {why}). Nothing is done about it; "
         "`unbroken cordon {node} --cluster` takes it out of use for all jobs"

@@ -17,6 +17,7 @@ import msgspec
 
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import FailureClass
+from supervisor.cli.nodes import keep_results
 from supervisor.cli.output import print_answer, warn
 from supervisor.errors import ActiveTestsImpossible, ExitCode, LaunchRefused
 
@@ -56,6 +57,8 @@ def check_active(options: ActiveOptions) -> int:
         click.echo(f"unbroken: active tests ({options.suite}) with {bench.python}: at most {most:.0f} s", err=True)
     place = _meeting(options, os.environ)
     answer = _alone(bench, options) if place is None else _together(bench, options, place)
+    if place is None or place.leads:
+        keep_results(answer.results)
     if options.slurm_form:
         lines = slurm_lines(answer)
         if lines:

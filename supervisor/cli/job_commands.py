@@ -20,7 +20,7 @@ import msgspec
 from diagnosis.incident import RULE_PREFIX
 from supervisor import config
 from supervisor.cli.nodes import cordon_for_all, for_all_jobs, uncordon_for_all
-from supervisor.cli.output import print_answer, warn, writing
+from supervisor.cli.output import operator_name, print_answer, warn, writing
 from supervisor.errors import (
     NOT_PROVEN,
     CommandDenied,
@@ -317,17 +317,6 @@ def command_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(job_options(command), options)
 
 
-def operator_name() -> str:
-    import getpass
-    import socket
-
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = str(os.getuid())
-    return f"{user}@{socket.gethostname()}"
-
-
 # ----- the commands -----
 
 
@@ -377,7 +366,7 @@ def stop(job: JobHandle, **options: Any) -> None:
 
 @click.command()
 @click.argument("node", metavar="NODE[/GPU]")
-@for_all_jobs(cordon_for_all, operator_name, ends=True)
+@for_all_jobs(cordon_for_all, ends=True)
 @command_options
 def cordon(job: JobHandle, node: str, **options: Any) -> None:
     """Do not use NODE (or NODE/GPU) from the next attempt on.
@@ -405,7 +394,7 @@ def swap(job: JobHandle, node: str, at_once: bool, **options: Any) -> None:
 
 @click.command()
 @click.argument("node", metavar="NODE[/GPU]")
-@for_all_jobs(uncordon_for_all, operator_name, ends=False)
+@for_all_jobs(uncordon_for_all, ends=False)
 @command_options
 def uncordon(job: JobHandle, node: str, **options: Any) -> None:
     """Use NODE again, or NODE/GPU.

@@ -7,7 +7,7 @@ import functools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -28,7 +28,7 @@ from recovery.ledger import (
 )
 from recovery.ledger_folder import LedgerFolder
 from supervisor import config
-from supervisor.cli.output import print_answer, warn
+from supervisor.cli.output import operator_name, print_answer, warn
 from supervisor.errors import ConfigError, ExitCode, UnbrokenError
 from supervisor.view import rfc3339, utc
 
@@ -37,6 +37,8 @@ NO_LEDGER = (
     "there is no ledger: name its folder, which all jobs of the cluster share, in `ledger.folder` of the configuration "
     "(UNBROKEN_LEDGER); docs/ledger.md"
 )
+RESULTS_KEPT = 20_000
+"""Of one test of many nodes."""
 QUARANTINE = re.compile(r"(\d{1,4})h")
 T = TypeVar("T")
 
@@ -76,6 +78,18 @@ def records(ledger: LedgerFolder, now: float) -> dict[str, NodeRecord]:
 
 def add(ledger: LedgerFolder, what: LedgerRecord, now: float, by: str) -> None:
     answered(lambda: ledger.append([ledger.entry(what, now, by=by)], now), ledger.folder)
+
+
+def keep_results(results: Sequence[TestResult]) -> None:
+    """Results of active tests become part of each node's history, where there is a ledger; a problem is only said."""
+    try:
+        ledger = open_ledger() if config.load_here().settings.ledger.folder else None
+        if ledger is not None and results:
+            by, now = operator_name(), time.time()
+            entries = [ledger.entry(one, one.at, by=by) for one in results[:RESULTS_KEPT]]
+            answered(lambda: ledger.append(entries, now), ledger.folder)
+    except UnbrokenError as error:
+        warn(f"{error}. The results are not kept")
 
 
 # ----- unbroken nodes -----
@@ -321,7 +335,7 @@ def release(node: str) -> str:
 # ----- as options of `cordon` and `uncordon` -----
 
 
-def for_all_jobs(work: Callable[..., NoReturn], who: Callable[[], str], *, ends: bool) -> Callable[..., Any]:
+def for_all_jobs(work: Callable[..., NoReturn], *, ends: bool) -> Callable[..., Any]:
     """A decorator: with `--cluster` the command is about all jobs, and `work` does it. `ends`: it may have an end."""
     options = [
         click.option("--cluster", is_flag=True, help="For all jobs, in the ledger (`ledger.folder`); needs no job.")
@@ -347,7 +361,7 @@ def for_all_jobs(work: Callable[..., NoReturn], who: Callable[[], str], *, ends:
                 command(node=node, **others)
                 return
             given_on = {name: others[name] for name in ("reason", "dry_run", "as_json")}
-            work(node, *given, by=who(), **given_on)
+            work(node, *given, by=operator_name(), **given_on)
 
         return functools.reduce(lambda function, option: option(function), reversed(options), chosen)
 

@@ -1,4 +1,4 @@
-"""How every command gives its answer: as JSON on one line, or as `supervisor.cli.render` shows it."""
+"""How every command gives its answer, as JSON on one line or as `supervisor.cli.render` shows it; and who asks."""
 
 from __future__ import annotations
 
@@ -47,3 +47,15 @@ def write_answer(value: dict[str, Any], as_json: bool, show: Callable[[dict[str,
 def warn(text: str) -> None:
     """A line on stderr, beside the answer."""
     click.echo(f"unbroken: {text}", err=True)
+
+
+def operator_name() -> str:
+    """Who gives this command, as he says."""
+    import getpass
+    import socket
+
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 import click
 import msgspec
 
-from supervisor.cli.job_commands import JobHandle, job_options, operator_name, send, status_from_journal
-from supervisor.cli.output import print_answer, warn
+from supervisor.cli.job_commands import JobHandle, job_options, send, status_from_journal
+from supervisor.cli.output import operator_name, print_answer, warn
 from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
 from supervisor.messages import CommandRequest
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from recovery.ledger import DAY_S, CordonLifted, NodeCordoned, NodeFailed, NodesSeen
+from recovery.ledger import DAY_S, CordonLifted, NodeCordoned, NodeFailed, NodesSeen, TestResult
 from recovery.ledger_folder import LedgerFolder
 from supervisor.cli.main import main
+from supervisor.cli.nodes import keep_results
 
 Run = Callable[..., Result]
 
@@ -127,3 +128,22 @@ def test_damage_is_said_and_hostile_text_is_harmless(run: Run, folder: Path) -> 
     assert "damaged" in result.stderr
     assert "\x1b[2J" not in result.stdout
     assert not any(line.startswith("node n1") for line in result.stdout.splitlines())
+
+
+def test_results_of_tests_are_kept_and_a_failure_counts(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    results = [
+        TestResult(node="n7", gpu="GPU-1", test="matmul", value=1.5, unit="TFLOP/s", verdict="pass", at=now),
+        TestResult(node="n7", test="pairs", verdict="fail", reason="slow with n1 and n2", at=now),
+    ]
+    keep_results(results)
+    assert list(folder.iterdir()) == [], "without a ledger nothing is kept"
+    monkeypatch.setenv("UNBROKEN_LEDGER", str(folder))
+    keep_results(results)
+    found = of(run("nodes", "n7", "--json"))["n7"]
+    assert [event["kind"] for event in found["history"]] == ["test", "test"]
+    assert (found["outages"], found["score"]) == (1, 2.0)
+    monkeypatch.setenv("UNBROKEN_LEDGER", str(tmp_path / "gone"))
+    keep_results(results)
