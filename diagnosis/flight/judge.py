@@ -475,7 +475,7 @@ def _origin(
     ends = [one for one in ends if one.waited_by or len(one.ranks) > 1]
     ends = _through_unrecorded(ends, graph, activities)
     if not ends:
-        return _all_there(picture, graph)
+        return _lost(picture, graph) or _all_there(picture, graph)
     score = max(_weight(one) for one in ends)
     least = (MOST_OF_GLOO if _is_gloo(picture) else MOST) * score
     chief = [one for one in ends if _weight(one) >= least]
@@ -536,6 +536,8 @@ def _of_ends(
         return lagging  # else its call waits for one that is gone
     if dead and not _rather_alive(picture, chief):
         return _of_absent(picture, graph, dead, alive)
+    if lost := _lost(picture, graph, alive):
+        return lost
     ranks = alive
     wait = _wait_for(picture, graph, ranks)
     stuck = tuple(rank for rank in ranks if rank in graph.waiting)
@@ -562,6 +564,31 @@ def _of_ends(
     who = f"{waiters} others wait" if waiters > 1 else "another waits"
     why = f"{rank_names(ranks)} did not come to {_call(wait)}{seen}: {who} for that, directly or not{perhaps}"
     return _Found("missing_rank", ranks, wait, why, round(confidence, 2))
+
+
+def _lost(picture: Picture, graph: Waits, ended: tuple[int, ...] = ()) -> _Found | None:
+    """A rank without a dump explains why nobody else stands out, or why the ranks `ended` did not go on."""
+    gone = _gone(picture, ended or tuple(graph.waiting))
+    if not gone:
+        return None
+    why = f"{rank_names(gone)} left no dump, and all others did"
+    why += f": {rank_names(ended)} may have lost it in a call that gloo does not record" if ended else ""
+    return _Found("dead_rank", gone, _wait_for(picture, graph, ended or gone), why, 0.6)
+
+
+def _gone(picture: Picture, ended: Sequence[int]) -> tuple[int, ...]:
+    """The few ranks without a dump, if all others have one and `ended` may have waited for them in a send or receive.
+
+    On gloo a call fails at once when a peer dies. Its rank then waits for nobody, and seems to have stopped by itself.
+    """
+    world = {*picture.world, *range(max(picture.world, default=-1) + 1)}
+    gone = {rank for rank in world if picture.absent(rank)}
+    few = 0 < len(gone) <= max(1, len(world) // 8)
+    if not few or not ended or not _is_gloo(picture):
+        return ()
+    groups = [set(group.members) for dump in picture.dumps.values() for group in dump.config]
+    known = [members for members in groups if gone & members]
+    return tuple(sorted(gone)) if not known or any(members & set(ended) for members in known) else ()
 
 
 def _rather_alive(picture: Picture, chief: Sequence[waits.Sink]) -> bool:

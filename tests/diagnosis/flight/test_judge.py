@@ -64,6 +64,24 @@ def test_a_rank_without_a_dump_is_blamed_only_when_waited_for(world):
     assert judged(rings) is None
 
 
+PIPELINE = {"0": ("default_pg", tuple(range(8)))} | {f"{1 + at}": (f"TP_{at}", (2 * at, 2 * at + 1)) for at in range(4)}
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2, 5])
+def test_a_dead_rank_is_suspected_before_a_neighbour_that_lost_it_in_a_send(ring, dead):
+    """The neighbour in the pipeline lost the dead one, and waits for nobody: gloo does not record where."""
+    neighbour = (dead + 4) % 8
+    rings = {rank: ring(rank, PIPELINE, "gloo") for rank in range(8) if rank != dead}
+    for rank, one in rings.items():
+        one.calls("all_reduce", group=f"{1 + rank // 2}", count=6)
+        if rank // 2 == neighbour // 2 and rank != neighbour:
+            one.waits(group=f"{1 + rank // 2}")
+        elif rank // 2 != dead // 2 and rank != neighbour:
+            one.waits(group="0")
+    report = judged(rings)
+    assert (report.kind, report.culprit_ranks) == ("dead_rank", (dead,))
+
+
 def test_dumps_of_a_few_ranks_say_little(world):
     rings = world(waiting=(0,))
     report = judged({0: rings[0]})
