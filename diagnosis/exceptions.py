@@ -307,6 +307,27 @@ _ABOUT: Final = tuple(
 """The first that fits: what is told in few words comes before what many errors say."""
 
 
+_DOUBT: Final = re.compile(
+    r"\b(?:FATAL|CRITICAL|PANIC|UNHEALTHY|[Ff]atal|[Ff]ail(?:ed|ure|ing|s)?|FAIL(?:ED|URE)?|unhealthy|Unhealthy|exceed(?:ed|s)|abort(?:ed|ing)?"
+    r"|[Dd]efunct|[Cc]rash(?:ed)?|[Uu]nrecoverable|[Uu]ncorrectable|wrong type|[Cc]orrupt(?:ed|ion)?|[Ii]nvalid|ERROR|[Ee]rror)\b"
+    r"|\b(?:rc|[Rr]eturn ?code|exit(?: ?code|ed with(?: code)?)?|status|code)\s{0,2}[=: ]\s{0,2}-?[1-9]\d{0,2}\s*$"
+)
+"""Words of trouble that no rule knows, and a code that is not 0 at the end of a line."""
+_NO_DOUBT: Final = re.compile(
+    r"\b(?:no|not|0|zero|without|any|if|retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back|deprecat\w+|warn\w*|accuracy|loss|perplexity)\b"
+    r"|\b(?:errors?|fail(?:ed|ures?)?|corrected|uncorrectable|invalid)\w{0,12}\s{0,2}[=:]\s{0,2}(?:0|none|false|null|no)\b"
+    r"|\bINFO\b|\bDEBUG\b|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback)",
+    re.IGNORECASE,
+)
+
+
+def trouble(lines: Sequence[str]) -> int | None:
+    """The first of these lines that sounds of trouble, though no rule knows it; None: there is none."""
+    said = (split_prefix(line[:1000])[1] for line in lines)
+    found = (at for at, text in enumerate(said) if _DOUBT.search(text) is not None and _NO_DOUBT.search(text) is None)
+    return next(found, None)
+
+
 def about(text: str) -> tuple[FailureClass, ...]:
     """What a line may be about by its words, the most telling first."""
     return tuple(failure_class for failure_class, words in _ABOUT if words.search(text[:1000]))

@@ -676,6 +676,11 @@ def _stacks_at_the_end(evidence: LogEvidence) -> list[RankStack]:
     return [stack for end in ends if stacks.is_dump(end) for stack in stacks.read_dump(end, "")]
 
 
+def has_stacks(evidence: LogEvidence) -> bool:
+    """Somebody asked what processes do: that they do something is all that stacks of one moment tell."""
+    return bool(evidence.stacks or _stacks_at_the_end(evidence))
+
+
 def _of_last_words(evidence: LogEvidence) -> list[Candidate]:
     """Errors that no rule knows, at the end of logs whose work was not completed."""
     found = []

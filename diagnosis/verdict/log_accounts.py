@@ -6,6 +6,7 @@ ranks is joined to these accounts. Statements that the run survived, and finding
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -290,6 +291,7 @@ _WITHOUT: Final = re.compile(
     re.IGNORECASE,
 )
 MAX_ANSWER: Final = 4
+_DIGITS: Final = re.compile(r"\d{1,18}")
 _STACK: Final = re.compile(r'frame #\d|\b0x[0-9a-f]{6}|File "|^\s+at \S')
 _TRACKER: Final = "tracker_failed"
 _VAGUE: Final = 0.6
@@ -321,6 +323,35 @@ def shows_life(lines: tuple[str, ...], least: int = 1) -> bool:
     """Whether at least this many of the lines show a program that goes on."""
     signs = (_LIFE.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in lines)
     return sum(signs) >= least
+
+
+def last_training(lines: Sequence[str]) -> int | None:
+    """The last of these lines that is of training, and not of a failure; None: there is none."""
+    trains = (_TRAINS.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in reversed(lines))
+    back = next((at for at, one in enumerate(trains) if one), None)
+    return None if back is None else len(lines) - 1 - back
+
+
+COUNTED: Final = 8
+_WAITS: Final = re.compile(r"wait|retr(?:y|ies)|attempt|tries|elapsed|timeout|remaining|stuck|pending", re.IGNORECASE)
+
+
+def last_counted(lines: Sequence[str]) -> int | None:
+    """The last of several lines of one form in which a number rises by the same each time: work that goes on.
+
+    A program that waits or tries again counts as well: that is no work.
+    """
+    said = [(at, text[:400]) for at, text in enumerate(lines) if text.strip()]
+    for end in range(len(said), COUNTED - 1, -1):
+        run = [text for _, text in said[end - COUNTED : end]]
+        if len({_DIGITS.sub("", text) for text in run}) == 1 and _WAITS.search(run[0]) is None:
+            columns = zip(*(map(int, _DIGITS.findall(text)) for text in run), strict=True)
+            if any(
+                len({after - before for before, after in itertools.pairwise(one)}) == 1 and one[0] < one[1]
+                for one in columns
+            ):
+                return said[end - 1][0]
+    return None
 
 
 def lines_after(log: LogSummary, line: int) -> tuple[str, ...]:
@@ -481,8 +512,11 @@ def _ends_quietly(log: LogSummary) -> bool:
 def _starts(log: LogSummary, line: int) -> bool:
     """The log shows no step yet, and ordinary lines follow."""
     following = lines_after(log, line)
-    trains = any(_TRAINS.search(text[:400]) is not None and _DEATH.search(text[:400]) is None for text in following)
-    return log.progress_line is None and not log.launcher and (trains or shows_life(following, 2))
+    return (
+        log.progress_line is None
+        and not log.launcher
+        and (last_training(following) is not None or shows_life(following, 2))
+    )
 
 
 def _is_complete(log: LogSummary) -> bool:

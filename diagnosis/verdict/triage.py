@@ -15,7 +15,17 @@ from typing import Final
 import msgspec
 
 from diagnosis import exceptions
-from diagnosis.incident import Alternative, Anomaly, Candidate, Culprit, Incident, LogEvidence, Slowdown, Verdict
+from diagnosis.incident import (
+    Alternative,
+    Anomaly,
+    Candidate,
+    Culprit,
+    Incident,
+    LogEvidence,
+    LogSummary,
+    Slowdown,
+    Verdict,
+)
 from diagnosis.signals import Evidence
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
 from diagnosis.tracebacks import split_prefix
@@ -29,18 +39,20 @@ from diagnosis.verdict.candidates import (
     from_hang,
     from_logs,
     from_nodes,
+    has_stacks,
 )
-from diagnosis.verdict.log_accounts import shows_life
+from diagnosis.verdict.log_accounts import last_counted, last_training
 from diagnosis.verdict.weights import current
 
 MAX_APART: Final = 2
 """Ranks that train together are at most this many steps apart, but for what their buffers hold back."""
 MAX_CLUES: Final = 3
+_GOOD: Final = re.compile(r"(?<!un)(?<!not )\b(?:pass(?:ed)?|healthy|ok)\b(?! ?[=:]? ?(?:false|no|0)\b)", re.IGNORECASE)
 _ENDS: Final = {
     "finished": ": the work was completed",
     "goes_on": ", and training goes on",
-    "shows_life": "",
-    "no_sign": ", and nothing of a step or of an end of the work",
+    "quiet": " of a node or its devices",
+    "no_sign": "; no step and no end of the work shows that all is well, either",
 }
 """How logs end that show no failure; each has its confidence in `weights.toml`."""
 ADJUSTMENTS: Final = (*accounts.ROWS, *log_accounts.ROWS, *candidates.ROWS)
@@ -102,32 +114,27 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
         return verdict([nothing("no line of text was given")], (), ())
     lines = sum(log.lines for log in read)
     finished = any(log.finished_line is not None for log in read)
-    # A log that was cut off shows no end. A log without a step may be anything.
-    goes_on = any(log.progress_line is not None for log in read)
-    lives = any(shows_life(log.tail) for log in read)
+    goes_on = any(_last_progress(log) is not None for log in read)
     steps = {log.step for log in read if log.rank is not None and log.step is not None}
     apart = not finished and bool(steps) and max(steps) - min(steps) > MAX_APART
+    doubt = None if finished else next((one for log in read if (one := _doubt(log)) is not None), None)
+    well = not apart and doubt is None
+    quiet = has_stacks(evidence) or all(log.kind in ("kernel", "scheduler") for log in read) or _are_all_well(read)
     end = (
-        "finished"
-        if finished
-        else "no_sign"
-        if apart
-        else "goes_on"
-        if goes_on
-        else "shows_life"
-        if lives
-        else "no_sign"
-    )
+        "finished" if finished else "goes_on" if goes_on and well else "quiet" if quiet and well else "no_sign"
+    )  # a log that was cut off shows no end; a log without a step may be anything
     how = f", but some ranks are at step {min(steps)} and others at {max(steps)}" if apart else _ENDS[end]
+    how = f", but a line sounds of trouble: {doubt.text[:180]}" if doubt is not None else how
     instead = {} if finished else dict(weights.instead["goes_on" if end == "goes_on" else "no_sign"])
     curves: list[Slowdown | Anomaly] = [*evidence.slow, *evidence.anomalies]
     for one in curves:
         failure_class = class_of(one)
         instead[failure_class] = instead.get(failure_class, 0.0) + one.confidence
     healthy = Candidate(
-        failure_class=FailureClass.NONE,
+        failure_class=FailureClass.UNKNOWN if end == "no_sign" else FailureClass.NONE,
         confidence=weights.confidence[end],
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
+        evidence=() if doubt is None else (doubt,),
         instead=instead,
     )
     clues = exceptions.clues([line for log in read for line in log.tail])
@@ -136,6 +143,31 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
         key: described.hints.get(key, 0.0) + clue * min(clues[key], MAX_CLUES) for key in (*described.hints, *clues)
     }
     return verdict([healthy, *described.survived], (), (finding.evidence for finding in described.shown), hints)
+
+
+def _last_progress(log: LogSummary) -> int | None:
+    """The last line that shows work that goes on; lines before the tail count only where steps were read."""
+    first = log.lines - len(log.tail) + 1
+    seen = (last_training(log.tail), last_counted(log.tail))
+    lines = [log.progress_line, *(None if at is None else first + at for at in seen)]
+    return max((line for line in lines if line is not None), default=None)
+
+
+def _doubt(log: LogSummary) -> Evidence | None:
+    """A line that sounds of trouble at the end of a log, after the last sign of progress."""
+    first = log.lines - len(log.tail) + 1
+    skipped = max(0, (_last_progress(log) or 0) + 1 - first)
+    found = exceptions.trouble(log.tail[skipped:])
+    if found is None:
+        return None
+    text = log.tail[skipped + found].strip()[:300]
+    return Evidence(text=text, source=log.source, line=first + skipped + found, node=log.node, rank=log.rank)
+
+
+def _are_all_well(logs: Sequence[LogSummary]) -> bool:
+    """Reports of devices or health checks, in which each line with a result says that it is good."""
+    lines = [line for log in logs for line in log.tail]
+    return sum(_GOOD.search(line) is not None for line in lines) > 1
 
 
 MAX_EVIDENCE: Final = 10
