@@ -142,6 +142,8 @@ def read(traceback: Traceback) -> ExceptionReading:
         reading = read(before)
         if reading.confidence >= SURE and name.rsplit(".", 1)[-1] not in ("KeyError", "IndexError", "Empty"):
             return reading
+    if _is_echo_of_parent(traceback):
+        return ExceptionReading(failure_class=C.WORKER_CRASH, confidence=0.4, is_cascade=True)
     own = rules.default().scan_text([*traceback.causes, traceback.line])
     if traceback.name == FATAL and all(one.role == "symptom" for one in own):
         own = []  # the place of a crash says more than its signal
@@ -156,6 +158,12 @@ def read(traceback: Traceback) -> ExceptionReading:
             failure_class=first.failure_class, confidence=first.confidence, is_cascade=first.role == "cascade"
         )
     return _by_type(traceback)
+
+
+def _is_echo_of_parent(traceback: Traceback) -> bool:
+    """A child process could not read what its parent was about to send: the parent was interrupted, or had failed."""
+    starting = any(frame.function in ("spawn_main", "_serve_one") for frame in traceback.frames)
+    return starting and traceback.name in ("UnpicklingError", "EOFError", "FileNotFoundError", *_PIPES_GONE)
 
 
 def _in_place(match: RuleMatch, traceback: Traceback) -> Guess:
@@ -308,13 +316,15 @@ _ABOUT: Final = tuple(
 
 
 _DOUBT: Final = re.compile(
-    r"\b(?:FATAL|CRITICAL|PANIC|UNHEALTHY|[Ff]atal|[Ff]ail(?:ed|ure|ing|s)?|FAIL(?:ED|URE)?|unhealthy|Unhealthy|exceed(?:ed|s)|abort(?:ed|ing)?"
-    r"|[Dd]efunct|[Cc]rash(?:ed)?|[Uu]nrecoverable|[Uu]ncorrectable|wrong type|[Cc]orrupt(?:ed|ion)?|[Ii]nvalid|ERROR|[Ee]rror)\b"
+    r"\b(?:FATAL|CRITICAL|PANIC|ERROR|UNHEALTHY|FAIL(?:ED|URE)?|[Ff]atal|[Ff]ail(?:ed|ure|ing|s)?|[Uu]nhealthy|[Ee]rror"
+    r"|exceed(?:ed|s)|abort(?:ed|ing)?|[Dd]efunct|[Cc]rash(?:ed)?|[Uu]nrecoverable|[Uu]ncorrectable|wrong type"
+    r"|[Cc]orrupt(?:ed|ion)?|[Ii]nvalid)\b"
     r"|\b(?:rc|[Rr]eturn ?code|exit(?: ?code|ed with(?: code)?)?|status|code)\s{0,2}[=: ]\s{0,2}-?[1-9]\d{0,2}\s*$"
 )
 """Words of trouble that no rule knows, and a code that is not 0 at the end of a line."""
 _NO_DOUBT: Final = re.compile(
-    r"\b(?:no|not|0|zero|without|any|if|retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back|deprecat\w+|warn\w*|accuracy|loss|perplexity)\b"
+    r"\b(?:no|not|0|zero|without|any|if|retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back|deprecat\w+|warn\w*|accuracy|loss"
+    r"|perplexity)\b"
     r"|\b(?:errors?|fail(?:ed|ures?)?|corrected|uncorrectable|invalid)\w{0,12}\s{0,2}[=:]\s{0,2}(?:0|none|false|null|no)\b"
     r"|\bINFO\b|\bDEBUG\b|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback)",
     re.IGNORECASE,

@@ -94,6 +94,8 @@ class LogSummary(Frozen, frozen=True, kw_only=True):
     """The step at which the run is complete, if the output says so."""
     finished_line: int | None = None
     """A line that says that the work is completed."""
+    starts: tuple[int, ...] = ()
+    """Lines at which somebody started the program, as far as they are near a traceback, a report or the end."""
     tail: tuple[str, ...] = ()
     """The last lines, cleaned, at most 40."""
     curves: tuple[Curve, ...] = ()

@@ -252,9 +252,12 @@ def finding_of(event: KernelEvent, at: float, source: str = "kernel") -> Finding
     confidence = event.confidence if sure else min(event.confidence, 0.4)
     if event.rule == "segfault":  # by its name it may be anybody's program
         confidence = min(confidence, 0.45)
+    failure_class = FailureClass(event.failure_class)
+    if event.kind == "hung_task" and "filesystem" in event.fields:
+        failure_class = FailureClass.STORAGE_ERROR  # the kernel is well: it waits for an answer
     return Finding(
         rule=event.rule,
-        failure_class=FailureClass(event.failure_class),
+        failure_class=failure_class,
         confidence=confidence,
         scope=event.scope,
         severity="fatal" if sure and event.severity == "fatal" else "error" if sure else "warning",

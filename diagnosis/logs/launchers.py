@@ -6,7 +6,7 @@ A launcher sees only exit codes and signals, but all of them. Its report often n
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -130,6 +130,21 @@ def is_wrapper(exception: str, message: str) -> bool:
     return name in ("ChildFailedError", "SignalException", "ProcessExitedException") or (
         name == "CalledProcessError" and _CALLED.search(f"{message[:6500]}") is not None
     )
+
+
+_START: Final = re.compile(
+    r"^(?:\+{1,3} |(?:\([\w.-]{1,40}\) )?[^\s'\"]{0,80}(?: ?[\w~/.-]{0,80}\]?)?[$#%>] )"
+    r"(?:time |nohup |exec |srun (?:-\S+ ){0,20}|\w{1,40}=\S{0,200} ){0,12}"
+    r"\S{0,200}(?:torchrun|python[\d.]*|accelerate launch|deepspeed|mpirun|horovodrun|\w[\w.-]{0,80}\.sh|sbatch)(?: |$)"
+)
+"""A command that starts a program, at the prompt of a shell or as `set -x` prints it."""
+MAX_STARTS: Final = 20
+
+
+def starts(lines: Iterable[tuple[int, str]]) -> tuple[int, ...]:
+    """The lines, by number, at which somebody started the program; the last ones."""
+    found = {number for number, text in lines if text[:1] not in (" ", "\t") and _START.match(text[:1000])}
+    return tuple(sorted(found)[-MAX_STARTS:])
 
 
 def read(lines: Sequence[str], first_line: int = 1) -> tuple[LauncherFailure, ...]:

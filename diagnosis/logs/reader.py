@@ -577,6 +577,7 @@ class LogReader:
             step=self._progress.step,
             last_step=self._progress.last_step,
             finished_line=self._progress.finished_line,
+            starts=launchers.starts([*reports, *((number, line.decode(errors="replace")) for number, line in tail)]),
             tail=tuple(hide_keys([clean_text(line.decode(errors="replace")) for _, line in tail[-TAIL:]])),
             curves=self._curves.curves(),
         )

@@ -613,7 +613,8 @@ def _number(digits: bytes | None) -> int | None:
 
 
 WORDS: Final = tuple(
-    b"step iter it/s s/it epoch loss train exiting finish complet done wandb exits run_stop runandtime result, final code".split()
+    b"step iter it/s s/it epoch loss train exiting finish complet done wandb exits run_stop runandtime result, final"
+    b" code".split()
 )
 """Every line that may show progress contains one of these words (in lower case)."""
 _FINISHED: Final = re.compile(
@@ -621,7 +622,8 @@ _FINISHED: Final = re.compile(
     rb"(?! (?:epoch|step|iter|batch|for)\b)"
     rb"|`?trainer\.fit`? stopped: `?max_|\bexiting program (?:after|at)\b|\bfinished training\b|\bdone training\b"
     rb"|\btraining successfully\b|wandb: (?:run summary|synced)|\bprocess \d+ exits successfully"
-    rb"|\"run_stop\"|^RUNANDTIME_STOP\b|^RESULT,\w|\b(?:saved|saving|wrote) (?:the )?final (?:model|checkpoint|weights)\b"
+    rb"|\"run_stop\"|^RUNANDTIME_STOP\b|^RESULT,\w"
+    rb"|\b(?:saved|saving|wrote) (?:the )?final (?:model|checkpoint|weights)\b"
     rb"|\bfinal (?:model|checkpoint|weights) (?:was |is |has been )?(?:saved|written)\b"
     rb"|\b(?:exit(?:ed)?|finished|completed|terminated|ended)\b.{0,40}\b(?:exit ?code|code|rc|status)[ =:]{1,3}0\b",
     re.IGNORECASE,

@@ -208,6 +208,8 @@ class _Earlier(NamedTuple):
     """An earlier statement names a cause."""
     broken: bool
     """Some statement shows a broken device."""
+    node_failed: bool
+    """The scheduler says that a node failed."""
     uncaught_line: int
     """Of the last exception that nobody caught; 0: there is none."""
     last_line: int
@@ -230,6 +232,12 @@ ORDER: Final = (
         "factor",
         lambda seen: _is_of_hardware(seen.one) != seen.broken,
         "a_gpu_named_in_a_ranks_output",
+    ),
+    Row[_Earlier](
+        "beside_a_failed_node",
+        "factor",
+        lambda seen: seen.node_failed and seen.one.failure_class is FailureClass.CUDA_ILLEGAL_ACCESS,
+        "a_cuda_error_of_a_node_that_failed",
     ),
     Row[_Earlier](
         "after_a_cause",
@@ -281,6 +289,7 @@ def weigh(statements: Iterable[Statement]) -> list[tuple[Statement, float]]:
         cancelled=False,
         caused=False,
         broken=any(_is_of_hardware(one) for one in ordered),
+        node_failed=any(one.failure_class is FailureClass.NODE_FAILURE and not one.benign for one in ordered),
         uncaught_line=max((one.line for one in ordered if one.is_uncaught and one.role == "cause"), default=0),
         last_line=0,
         source="",
@@ -302,8 +311,9 @@ def weigh(statements: Iterable[Statement]) -> list[tuple[Statement, float]]:
 
 
 def _is_of_hardware(one: Statement) -> bool:
-    """A broken device explains what is said before it and after it."""
-    return one.role == "cause" and not one.benign and TAXONOMY[one.failure_class].domain == "accelerator"
+    """A broken device explains what is said before it and after it; so does a node that failed."""
+    of_device = TAXONOMY[one.failure_class].domain == "accelerator" or one.failure_class is FailureClass.NODE_FAILURE
+    return one.role == "cause" and not one.benign and of_device
 
 
 def _in_order(said: Iterable[Statement]) -> list[Statement]:

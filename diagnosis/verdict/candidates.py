@@ -37,6 +37,7 @@ from diagnosis.verdict.weights import Row, current, first_factor
 
 ENDING_S: Final = 5.0
 """A rank may take this long to end after it raised, on a busy machine."""
+_CRASHES: Final = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 TOGETHER_S: Final = 1.0
 """What fails within this time fails together: buffers and clocks blur the order."""
 
@@ -79,7 +80,8 @@ def _first_fault(first: list[Account]) -> tuple[Account, float]:
     """
     causes = [one for one in first if TAXONOMY[one.failure_class].kind != "symptom"]
     if not causes:
-        return first[0], 1.0
+        # A crash comes before the time-outs and lost connections of those that miss the rank.
+        return next((one for one in first if one.ended_by(*_CRASHES)), first[0]), 1.0
     # The interpreter of a rank that raised closes its connections, and takes longer to end than the peers that miss it.
     raised = [one for one in causes if not one.blames_peer and one.when <= causes[0].when + ENDING_S]
     causes = raised if causes[0].blames_peer and raised else causes
@@ -517,6 +519,7 @@ def from_logs(evidence: LogEvidence, nodes: dict[int, str], accounts: Sequence[A
     """What flight recorders, stacks and curves beside old logs show."""
     return [
         *from_flight(evidence.flight, evidence.stacks, nodes, accounts),
+        *_of_watchdogs(evidence),
         *from_curves(evidence.slow, evidence.anomalies, accounts),
     ]
 
@@ -709,6 +712,51 @@ def _last_words(log: LogSummary) -> exceptions.LastWords | None:
         return exceptions.last_sleeper(log.tail)
     return exceptions.last_exception(log.tail) or (
         exceptions.last_words(log.tail) if log.progress_line is None else None
+    )
+
+
+# ----- what ranks say of one collective -----
+
+_TIMED_OUT: Final = re.compile(
+    r"(?:PG (?:ID \d{1,6} PG )?GUID (?P<guid>[\w()]{1,80}) )?Rank (?P<rank>\d{1,7})\].{0,120}?"
+    r"WorkNCCL\(SeqNum=(?P<seq>\d{1,18}), OpType=(?P<op>\w{2,40})(?:, NumelIn=(?P<count>\d{1,18}))?"
+)
+_ANY_SIZE: Final = frozenset(("SEND", "RECV", "COALESCED", "ALLTOALL", "ALLTOALL_BASE", "GATHER", "SCATTER", "BARRIER"))
+"""Calls whose sizes differ between ranks by nature, or that say nothing of them."""
+
+
+def _of_watchdogs(evidence: LogEvidence) -> list[Candidate]:
+    """Ranks that timed out in one call of one group, and called something else there, or with another size."""
+    calls: dict[tuple[str, int], dict[int, tuple[str, int | None, Evidence]]] = {}
+    for log in evidence.logs:
+        for match in log.matches:
+            found = _TIMED_OUT.search(match.text)
+            if found is None or found["op"] in ("SEND", "RECV"):
+                continue
+            rank, count = int(found["rank"]), int(found["count"]) if found["count"] else None
+            line = Evidence(text=match.text, source=log.source, line=match.line, node=log.node, rank=rank, at=match.at)
+            calls.setdefault((found["guid"] or "", int(found["seq"])), {}).setdefault(rank, (found["op"], count, line))
+    for (_, seq), told in sorted(calls.items()):
+        ops = Counter(op if op in _ANY_SIZE else f"{op} of {count}" for op, count, _ in told.values())
+        if len(ops) > 1:
+            return [_of_differing(seq, told, ops)]
+    return []
+
+
+def _of_differing(seq: int, told: Mapping[int, tuple[str, int | None, Evidence]], ops: Counter[str]) -> Candidate:
+    (usual, many), *others = ops.most_common()
+    odd = {
+        rank
+        for rank, (op, count, _) in told.items()
+        if (op if op in _ANY_SIZE else f"{op} of {count}") != usual and many > sum(ops.values()) / 2
+    }
+    lines = sorted((line for _, _, line in told.values()), key=lambda one: one.rank not in odd)
+    return Candidate(
+        failure_class=FailureClass.COLLECTIVE_MISMATCH,
+        confidence=current().confidence["calls_of_watchdogs_differ"],
+        why=f"as collective {seq}, {_are(odd or told)} in {others[0][0]}, and others in {usual}",
+        culprits=tuple(Culprit(node=told[rank][2].node, rank=rank) for rank in sorted(odd)),
+        evidence=tuple(lines[:4]),
     )
 
 

@@ -18,12 +18,14 @@ import msgspec
 from diagnosis import tracebacks
 from diagnosis.incident import Candidate, LauncherFailure, LogEvidence, LoggedTraceback, LogSummary
 from diagnosis.kernel.causes import Causes, as_cause, is_elsewhere
+from diagnosis.kernel.log import moment
 from diagnosis.logs import launchers
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, ExitRecord, Finding, KernelEvent
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict.accounts import (
     CERTAIN,
+    CRASH,
     OUTRANKS,
     Account,
     Accounts,
@@ -294,11 +296,10 @@ MAX_ANSWER: Final = 4
 _DIGITS: Final = re.compile(r"\d{1,18}")
 _STACK: Final = re.compile(r'frame #\d|\b0x[0-9a-f]{6}|File "|^\s+at \S')
 _TRACKER: Final = "tracker_failed"
-_VAGUE: Final = 0.6
-"""A line that is at most this sure shows an end, and not who asked for it."""
 _RAISED: Final = re.compile(r"\b\w{1,60}(?:Error|Exception)\b: ")
 """The last line of a traceback."""
 _RANKED: Final = re.compile(r"^\s{0,2}(?:\[(?:rank|default)\d+\]|\d{1,5}: )")
+_OF_DEVICES: Final = tuple(one for one, entry in TAXONOMY.items() if entry.domain in ("accelerator", "host"))
 _SLOWDOWN: Final = (FailureClass.INPUT_STALL, FailureClass.STRAGGLER_OR_SLOW, FailureClass.GPU_THERMAL_POWER)
 _TRAINS: Final = re.compile(
     r"\b\w{0,20}loss\w{0,20}['\"]?\s{0,3}[:=]\s{0,3}-?\d|\b(?:it/s|s/it)\b"
@@ -373,12 +374,6 @@ def _was_raised(seen: InLog[Statement]) -> bool:
     return seen.one.is_traceback or _RAISED.search(seen.one.evidence.text) is not None
 
 
-def _is_vague_end(seen: InLog[Statement]) -> bool:
-    """It shows an end, and not who asked for it."""
-    one = seen.one
-    return one.rule == _TRACKER or (one.role == "outcome" and one.confidence <= _VAGUE and not one.is_traceback)
-
-
 def _trained_on(seen: InLog[Statement]) -> bool:
     one, several = seen.one, _is_of_several(seen.log)
     # A rank that is asked to end may make a few more steps.
@@ -409,12 +404,6 @@ IN_LOG: Final = (
         "counts",
         lambda seen: seen.one.failure_class in _SLOWDOWN and 2 * seen.one.last_line > seen.log.lines,
         "a_slow_rank_of_a_run_that_goes_on",
-    ),
-    Row[InLog[Statement]](
-        "vague_end_of_complete_work",
-        "survived",
-        lambda seen: _is_vague_end(seen) and is_finished(seen.log, -1),
-        "told_to_end_when_all_is_done",
     ),
     Row[InLog[Statement]]("trained_on", "survived", _trained_on, "time_limit_of_a_healthy_run"),
     Row[InLog[Statement]](
@@ -449,10 +438,10 @@ IN_LOG: Final = (
         "a_peer_that_goes_first_at_a_good_end",
     ),
     Row[InLog[Statement]](
-        "last_step_made",
+        "complaint_after_complete_work",
         "survived",
-        lambda seen: seen.one.benign and _is_complete(seen.log),
-        "a_complaint_when_the_last_step_is_made",
+        lambda seen: _is_after_the_work(seen) and not _is_stuck_at_the_end(seen),
+        "a_tracker_that_fails_after_the_work",
     ),
     Row[InLog[Statement]](
         "stuck_after_complete_work", "exit_hang", lambda seen: _is_stuck_at_the_end(seen), "complete_and_then_stuck"
@@ -588,6 +577,12 @@ AMONG: Final = (
     ),
     # Without a step nothing shows that a faulty device recovered before something else failed.
     Row[InLog[Statement]](
+        "ended_an_earlier_run",
+        "survived",
+        lambda seen: _is_of_an_earlier_run(seen.log, seen.one.last_line, [one.line for one in seen.others]),
+        "two_runs_in_one_log",
+    ),
+    Row[InLog[Statement]](
         "device_of_a_run_without_steps",
         "counts",
         lambda seen: (
@@ -625,11 +620,22 @@ def log_statements(log: LogSummary) -> list[Statement]:
         found.append(crash)
     found = [in_its_log(one, log) for one in found]
     found = [one for one in found if "left_out" not in _effects(one, found, log)]
-    found = [
-        msgspec.structs.replace(one, survived=False) if "counts" in _effects(one, found, log) else one for one in found
-    ]
+    found = [_among(one, _effects(one, found, log)) for one in found]
     whole = [one for one in found if one.is_traceback]
     return [one if one.is_traceback else _as_its_traceback(one, whole) for one in found]
+
+
+def _among(one: Statement, effects: set[str]) -> Statement:
+    if "survived" in effects:
+        return msgspec.structs.replace(one, survived=True)
+    return msgspec.structs.replace(one, survived=False) if "counts" in effects else one
+
+
+def _is_of_an_earlier_run(log: LogSummary, line: int, others: Sequence[int] = ()) -> bool:
+    """Somebody started the program again after this line, and the new run says something."""
+    start = next((one for one in log.starts if one > line), None)
+    said = (log.progress_line, log.finished_line, *others, *(one.line for one in log.launcher))
+    return start is not None and any(one is not None and one > start for one in said)
 
 
 def _effects(one: Statement, others: Sequence[Statement], log: LogSummary) -> set[str]:
@@ -654,7 +660,12 @@ def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statem
     whole = next((each for each in tracebacks if each.line <= one.line and one.last_line <= each.last_line + 1), None)
     if whole is None:
         return one
-    return msgspec.structs.replace(one, survived=one.survived or whole.survived, benign=one.benign or whole.benign)
+    return msgspec.structs.replace(
+        one,
+        survived=one.survived or whole.survived,
+        benign=one.benign or whole.benign,
+        role="cascade" if whole.role == "cascade" else one.role,
+    )
 
 
 def _is_lasting(match: RuleMatch, log: LogSummary) -> bool:
@@ -669,13 +680,46 @@ def _is_of_teardown(one: LoggedTraceback, log: LogSummary) -> bool:
     return is_after and bool(one.traceback.frames) and one.traceback.own_frame is None
 
 
+def _end_of_work(log: LogSummary) -> int | None:
+    """The line at which the work was complete: it says so, or its last step was made."""
+    if log.finished_line is not None:
+        return log.finished_line
+    return log.progress_line if _is_complete(log) else None
+
+
+def _is_after_the_work(seen: InLog[Statement]) -> bool:
+    """What complains after the end of the work ended nothing, unless a launcher reports a bad end or code raised."""
+    one, end = seen.one, _end_of_work(seen.log)
+    if end is None or one.line <= end or seen.log.launcher:
+        return False
+    if one.role == "outcome" and seen.log.finished_line is None:
+        return False
+    return not (one.is_uncaught or one.rule == CRASH or one.failure_class in (FailureClass.DISK_FULL, *_OF_DEVICES))
+
+
 def _is_stuck_at_the_end(seen: InLog[Statement]) -> bool:
     """A time-out after the work was completed, or somebody ended a program that did not end by itself."""
-    one, finished = seen.one, seen.log.finished_line
-    stuck = one.failure_class is FailureClass.NCCL_TIMEOUT or (
-        one.is_traceback and one.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
+    one, end = seen.one, _end_of_work(seen.log)
+    if end is None or one.line < end:
+        return False
+    if one.failure_class is FailureClass.NCCL_TIMEOUT:
+        return seen.log.finished_line is not None
+    asked = one.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
+    return asked and (
+        (one.is_traceback and seen.log.finished_line is not None) or _quiet_before(one, seen.log) >= STUCK_S
     )
-    return stuck and finished is not None and finished <= one.line
+
+
+STUCK_S: Final = 120.0
+
+
+def _quiet_before(one: Statement, log: LogSummary) -> float:
+    """Seconds without a line before this one; 0 where the times are not known."""
+    first = log.lines - len(log.tail) + 1
+    at = moment(log.tail[one.line - first]) if one.line >= first else None
+    before = (moment(text) for text in reversed(log.tail[: max(0, one.line - first)]))
+    last = next((stamp for stamp in before if stamp is not None), None)
+    return 0.0 if at is None or last is None else at - last
 
 
 def _follows_an_end(match: RuleMatch, log: LogSummary) -> bool:
@@ -821,7 +865,8 @@ def _of_launcher(log: LogSummary) -> Account | None:
 
 
 def _counts(failure: LauncherFailure, log: LogSummary) -> bool:
-    return not goes_on(log, failure.line, SURVIVED_BY_OTHERS_LINES)
+    lines = [*(one.line for one in log.matches), *(one.line for one in log.tracebacks)]
+    return not (goes_on(log, failure.line, SURVIVED_BY_OTHERS_LINES) or _is_of_an_earlier_run(log, failure.line, lines))
 
 
 def _on_its_node(account: Account, nodes: Mapping[int, str]) -> Account:

@@ -117,7 +117,8 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
     goes_on = any(_last_progress(log) is not None for log in read)
     steps = {log.step for log in read if log.rank is not None and log.step is not None}
     apart = not finished and bool(steps) and max(steps) - min(steps) > MAX_APART
-    doubt = None if finished else next((one for log in read if (one := _doubt(log)) is not None), None)
+    doubts = () if finished else (_doubt(log) for log in read)
+    doubt = next((said for said in doubts if said is not None), None)
     well = not apart and doubt is None
     quiet = has_stacks(evidence) or all(log.kind in ("kernel", "scheduler") for log in read) or _are_all_well(read)
     end = (
