@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diagnosis.incident import LogEvidence, LogSummary, of_logs
 from diagnosis.taxonomy import FailureClass
-from diagnosis.verdict import candidates, triage
+from diagnosis.verdict import calls, triage
 
 
 def call(rank: int, op: str, count: int, number: str = "1f", comm: str = "", size: int = 2) -> str:
@@ -16,7 +16,7 @@ def call(rank: int, op: str, count: int, number: str = "1f", comm: str = "", siz
 
 
 def test_ranks_that_call_different_operations():
-    found = candidates.disagreement(
+    found = calls.disagreement(
         [
             call(0, "AllReduce", 64, "1e"),
             call(1, "AllReduce", 64, "1e"),
@@ -37,11 +37,11 @@ def test_ranks_that_call_different_counts():
 
 def test_what_tells_of_nothing():
     agree = [call(0, "AllReduce", 64), call(1, "AllReduce", 64)]
-    assert candidates.disagreement(agree) is None
-    assert candidates.disagreement([agree[0], call(1, "AllReduce", 65, "20")]) is None  # one is a call ahead
-    assert candidates.disagreement([call(0, "Send", 1), call(1, "Recv", 1)]) is None
+    assert calls.disagreement(agree) is None
+    assert calls.disagreement([agree[0], call(1, "AllReduce", 65, "20")]) is None  # one is a call ahead
+    assert calls.disagreement([call(0, "Send", 1), call(1, "Recv", 1)]) is None
     two_groups = [call(0, "AllReduce", 1), call(1, "AllReduce", 1), call(2, "AllReduce", 2), call(3, "AllReduce", 2)]
-    assert candidates.disagreement(two_groups) is None
+    assert calls.disagreement(two_groups) is None
     of_one_rank = [*agree, call(0, "AllGather", 9, comm="0x99")]
-    assert candidates.disagreement(of_one_rank) is None
-    assert candidates.disagreement([call(0, "AllReduce", 64, size=3), call(1, "Broadcast", 64, size=3)]) is None
+    assert calls.disagreement(of_one_rank) is None
+    assert calls.disagreement([call(0, "AllReduce", 64, size=3), call(1, "Broadcast", 64, size=3)]) is None
