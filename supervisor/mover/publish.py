@@ -35,6 +35,7 @@ from recovery.tiers import (
 )
 from supervisor.files import write_atomically
 from supervisor.mover.copying import (
+    KEEP_FREE,
     CopyError,
     CopyPace,
     checked,
@@ -415,7 +416,7 @@ def _remove_files(data: Path, names: Sequence[str]) -> None:
 # ----- before anything runs -----
 
 
-def why_not_published(publish_to: Path, checkpoint_dir: Path, needed: int = 0) -> str:
+def why_not_published(publish_to: Path, checkpoint_dir: Path) -> str:
     """Why nothing can be published to a folder, in words and with what to do; empty when it can."""
     try:
         about = os.stat(publish_to)
@@ -435,10 +436,17 @@ def why_not_published(publish_to: Path, checkpoint_dir: Path, needed: int = 0) -
             pass
     except OSError as error:
         return f"{publish_to} cannot be written: {error.strerror}. Give it write permission, or name another folder"
+    return why_full(publish_to)
+
+
+def why_full(folder: Path) -> str:
+    """Why nothing is copied to a folder that can be written; empty when there is room."""
     try:
-        need_room(publish_to, 2 * needed)
-    except OSError:
-        return f"{publish_to} has no room for two copies of a checkpoint ({2 * needed} bytes): make room"
+        need_room(folder, 0)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            return f"{folder} cannot be looked at: {error.strerror}"
+        return f"{folder} has less than {KEEP_FREE:.0%} free, which copies of checkpoints leave free: make room"
     return ""
 
 

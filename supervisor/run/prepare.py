@@ -35,7 +35,7 @@ from supervisor.errors import CommandDenied, ConfigError, ControllerUnreachable,
 from supervisor.files import Here, make_shared, read_token
 from supervisor.messages import JobSpec
 from supervisor.mover.copying import CopyError, make_private
-from supervisor.mover.publish import same_file_system, why_not_published
+from supervisor.mover.publish import same_file_system, why_full, why_not_published
 from supervisor.node_health.storage import mount_of, parse_mountinfo
 from supervisor.paths import JOBS, LocalPaths, local_dir, start_time, write_atomically
 from supervisor.run.lease import Holder, Lease, holder_here, take
@@ -225,14 +225,13 @@ def _check_publishing(settings: Settings, cwd: Path) -> tuple[str, ...]:
     except (OSError, CopyError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise LaunchRefused(f"--checkpoint-dir {local} cannot be written: {why}") from None
+    told = [why] if (why := why_full(local)) else []
     if same_file_system(local, Path(publish_to)):
-        return (
-            (
-                f"{local} and {publish_to} are on the same file system: checkpoints are copied, and nothing is gained. "
-                "Give --checkpoint-dir a folder on each node's own disk"
-            ),
+        told.append(
+            f"{local} and {publish_to} are on the same file system: checkpoints are copied, and nothing is gained. "
+            "Give --checkpoint-dir a folder on each node's own disk"
         )
-    return ()
+    return tuple(told)
 
 
 def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequence[str], cwd: Path) -> JobSpec:

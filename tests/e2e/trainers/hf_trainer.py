@@ -33,7 +33,7 @@ class Pace(TrainerCallback):
         time.sleep(self.seconds)
 
 
-def main(out: Path, steps: int, pace_s: float) -> None:
+def main(out: Path, steps: int, pace_s: float, kept: int | None = None) -> None:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=128,
@@ -49,6 +49,7 @@ def main(out: Path, steps: int, pace_s: float) -> None:
         output_dir=str(out),
         max_steps=steps,
         save_steps=5,
+        save_total_limit=kept,
         logging_steps=5,
         per_device_train_batch_size=4,
         use_cpu=True,
@@ -65,4 +66,4 @@ def main(out: Path, steps: int, pace_s: float) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), *map(int, sys.argv[4:]))

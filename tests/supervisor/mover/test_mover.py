@@ -9,6 +9,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from recovery.tiers import BringBack, NodeTiers, PartSource, Save, SavePart, bri
 from supervisor.mover.copying import CopyError, NewFile, pause_s
 from supervisor.mover.peer import Mirrors, PeerError, PeerServer, call, fetch_file, send_part
 from supervisor.mover.process import Mover, MoverOrders, MoverSetup, MoverStatus
-from supervisor.mover.publish import why_not_published
+from supervisor.mover.publish import why_full, why_not_published
 from supervisor.wire.authentication import SharedSecret
 from tests.supervisor.mover.saves import dcp_files, torch_file
 from tests.supervisor.mover.test_kills import (
@@ -474,7 +475,16 @@ def test_bad_folders_are_refused_with_a_sentence(tmp_path: Path) -> None:
         assert "the same folder" in why_not_published(inside, local)
     (good / "ckpt").mkdir()
     assert "own disk" in why_not_published(good, good / "ckpt")
-    assert "no room" in why_not_published(good, local, 1 << 58)
+
+
+@pytest.mark.root
+def test_a_full_disk_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    imports = "import sys; from pathlib import Path; from supervisor.mover.publish import why_full"
+    ask = f"{imports}; print(why_full(Path(sys.argv[1])))"
+    full = 'mount -t tmpfs -o size=1m tmpfs "$1" && cat /dev/zero >"$1/file"; exec "$2" -c "$3" "$1"'
+    inside = ["unshare", "--mount", "sh", "-c", full, "sh", str(tmp_path), sys.executable, ask]
+    assert "make room" in subprocess.run(inside, capture_output=True, text=True, check=False).stdout
+    assert why_full(tmp_path) == ""
 
 
 # ----- killed at any moment -----
