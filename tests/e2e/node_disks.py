@@ -123,10 +123,13 @@ class Cluster:
         pace: float = 0.3,
         members: int = 2,
         spares: int = 1,
+        publish: bool = True,
+        hold: int = 1 << 40,
         before: Callable[[Cluster], None] = lambda _: None,
         **more: Any,
     ) -> None:
-        """`before`: what is done when the nodes are there, and nothing runs on them yet."""
+        """`hold`: before this step ranks wait for `go_on`. `before`: what is done when the nodes are there, and nothing
+        runs on them yet."""
         self.root = root
         self.ckpt, self.shared = root / "node/ckpt", root / "shared"
         for folder in (self.ckpt, self.shared):
@@ -134,8 +137,11 @@ class Cluster:
         self._start, self._trainer, self._extra, self._spares = supervise, trainer, extra, spares
         self._shared = {"nproc": 1, "world": members, "torchrun": ("--nnodes", str(members)), "pace": pace}
         self._shared |= {"out": self.ckpt, **more}
+        self._tiers = ("--publish-to", str(self.shared)) if publish else ()
         self._more: tuple[str, ...] = ()
-        self._gate = root / "gate"
+        self._gate, self._held = root / "gate", root / "go-on"
+        rigged = {"RIG_GATE": str(self._gate), "RIG_HOLD": f"{hold}:{self._held}"}
+        self._shared["env"] = {"GLOO_SOCKET_IFNAME": "eth0", **rigged}
         self.names = [chr(ord("a") + number) for number in range(members + spares)]
         self.network = Network()
         self.hosts: dict[str, Host] = {}
@@ -155,14 +161,13 @@ class Cluster:
             raise
 
     def start(self, name: str, *options: str) -> Any:
-        tiers = ("--checkpoint-dir", str(self.ckpt), "--publish-to", str(self.shared), "--spares", str(self._spares))
+        tiers = ("--checkpoint-dir", str(self.ckpt), *self._tiers, "--spares", str(self._spares))
         job = self.jobs[name] = self._start(
             self._trainer,
             *self._extra,
             node=name,
             prefix=self.hosts[name].prefix,
             options=("--node-name", name, *tiers, *self._more, *options),
-            env={"GLOO_SOCKET_IFNAME": "eth0", "RIG_GATE": str(self._gate)},
             **self._shared,
         )
         if not self._more:
@@ -210,6 +215,9 @@ class Cluster:
         return int(self.told()["resume"]["step"])
 
     # ----- what happens -----
+
+    def go_on(self) -> None:
+        self._held.touch()
 
     def lose(self, *names: str) -> None:
         """The nodes die, and their disks with them."""

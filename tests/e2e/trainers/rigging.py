@@ -92,7 +92,10 @@ def made(step: int) -> None:
 
 
 def strike(step: int) -> None:
-    """The faults within a step."""
+    """The faults within a step. RIG_HOLD (`25:PATH`): from step 25 on, wait until there is a file PATH."""
+    held_at, _, path = os.environ.get("RIG_HOLD", "").partition(":")
+    while path and step >= int(held_at) and not os.path.exists(path):
+        time.sleep(0.05)
     for kind, act in _WITHIN_A_STEP.items():
         if _due(kind, step):
             sys.stdout.flush()

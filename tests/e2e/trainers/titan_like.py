@@ -61,6 +61,7 @@ def main() -> None:
             f"{RED}step: {step:2}  {GREEN}loss: {loss.item():7.4f}  {YELLOW}memory:  1.42GiB(1.78%)  "
             f"{CYAN}tps: {9_000 + step:,}  {CYAN}tflops: 41.3  mfu: 13.2%{RESET}"
         )
+        rigging.made(step)
         if step % args.interval == 0:
             logger.info("Saving the checkpoint (or staging if async is enabled).")
             state = {"model": net.state_dict()}
