@@ -77,6 +77,10 @@ class SavePart(Versioned, frozen=True, kw_only=True):
     needs: tuple[PartFile, ...] = ()
     """What its committing file (`.metadata`) says must be there on whatever node, and the least size of each."""
 
+    lacks: tuple[str, ...] = ()
+    """Files that ranks on other nodes must have written, by the format's rules; it is whole but for them."""
+    torn: str = ""
+    """Why its own files are not whole, whatever others have."""
     rewritten: bool = False
     """Files that stood still were written again by the same attempt: its versions cannot be told apart."""
 
@@ -314,6 +318,10 @@ def _why_not_whole(
     whole = [part for part in best.values() if part.whole]
     if not whole:
         return next(iter(best.values())).why or "no node has a whole part of it"
+    if torn := next((part.torn for part in best.values() if part.torn), ""):
+        return torn
+    if missing := sorted(name for part in whole for name in part.lacks if name not in files):
+        return f"{missing[0]} is missing"
     if is_settled or any(part.format in SINGLE_FILES for part in whole):
         return ""
     return NOT_REPORTED

@@ -7,7 +7,7 @@ among what ranks were seen to write (`WrittenCheckpoints`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final, Protocol
@@ -22,12 +22,24 @@ from recovery.formats.folders import (
     HuggingFaceFolder,
     MegatronFolder,
     NemoFolder,
+    PartReport,
     Trusts,
     WrittenFolder,
     everything,
 )
 
-__all__ = ["BUILT_IN", "DEEP", "CheckpointFormat", "Limits", "inspect", "load_formats", "recognize", "written_formats"]
+__all__ = [
+    "BUILT_IN",
+    "DEEP",
+    "CheckpointFormat",
+    "Limits",
+    "PartReport",
+    "inspect",
+    "inspect_part",
+    "load_formats",
+    "recognize",
+    "written_formats",
+]
 
 
 class CheckpointFormat(Protocol):
@@ -115,3 +127,18 @@ def inspect(path: Path, formats: Sequence[CheckpointFormat] = BUILT_IN) -> Check
             return None
         why = f"it cannot be read: {type(error).__name__}: {str(error)[:200]}"
         return Checkpoint(path=str(path), step=None, format=known.name, complete=False, why=why)
+
+
+SPLIT: Final = (HuggingFaceFolder, MegatronFolder, DeepSpeedFolder)
+
+
+def inspect_part(
+    path: Path, names: Container[str], formats: Sequence[CheckpointFormat] = BUILT_IN
+) -> PartReport | None:
+    """What one node has of a save, where ranks on several nodes write it: of the files with these names (relative to
+    it). None where the format does not split saves so, or nothing can be read."""
+    known = recognize(path, formats)
+    try:
+        return known.inspect_part(path, names) if isinstance(known, SPLIT) else None
+    except OSError:
+        return None

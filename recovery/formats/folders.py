@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -199,6 +199,17 @@ def read_pointer(path: Path) -> str | None:
         return None
 
 
+class PartReport(NamedTuple):
+    """What one node has of a save that ranks on several nodes write, each to its own disk."""
+
+    why: str
+    """Why it is not whole, also if others have what it lacks."""
+    torn: str
+    """Why its own files are not whole."""
+    lacks: tuple[str, ...]
+    """Files that ranks on other nodes must have written, by the format's rules."""
+
+
 class _Folder:
     """What folder formats share: the tree is read, then the format's own demands are checked."""
 
@@ -224,6 +235,20 @@ class _Folder:
         why = self.demands(tree) or inspect_tree(tree, Budget(self.limits)) or self.after(tree)
         report = Report(why, self.step(tree))
         return made(path, self.name, report, tree.size, tree.modified_at, self.layout(tree))
+
+    def inspect_part(self, path: Path, names: Container[str]) -> PartReport:
+        """The same of one node's part, of the files with these names. Raises OSError."""
+        tree = list_tree(path, self.limits.entries)
+        tree.files = {name: stat for name, stat in tree.files.items() if name in names}
+        torn = inspect_tree(tree, Budget(self.limits))
+        why = self.demands(tree) or torn
+        lacks = () if why else tuple(sorted(self.lacking(tree)))
+        tree.files.update(dict.fromkeys(lacks, next(iter(tree.files.values()), path.stat())))
+        return PartReport(why or self.after(tree), torn, lacks)
+
+    def lacking(self, tree: Tree) -> set[str]:  # noqa: ARG002
+        """Names that others must have written."""
+        return set()
 
     def demands(self, tree: Tree) -> str:  # noqa: ARG002
         """Why it cannot be complete, from the names alone."""
@@ -307,12 +332,15 @@ class HuggingFaceFolder(_Folder):
             return "trainer_state.json is damaged"
         return ""
 
-    def after(self, tree: Tree) -> str:
+    def lacking(self, tree: Tree) -> set[str]:
         """Each rank writes its own random state; a number in the name says that there are several."""
         found = _numbered(tree, r"rng_state_(\d{1,7})\.pth")
-        missing = set(range(max(2, max(found) + 1))) - found if found else set()
-        if missing:
-            return f"rng_state_{min(missing)}.pth is missing"
+        return {f"rng_state_{rank}.pth" for rank in set(range(max(2, max(found) + 1))) - found} if found else set()
+
+    def after(self, tree: Tree) -> str:
+        found = _numbered(tree, r"rng_state_(\d{1,7})\.pth")
+        if missing := self.lacking(tree):
+            return f"{min(missing)} is missing"
         random = bool(found) or "rng_state.pth" in tree.files
         optimizer = tree.any(r"optimizer.*|global_step.*")
         if random and not optimizer:  # the Trainer writes both, or none (`save_only_model`)
@@ -366,15 +394,15 @@ class MegatronFolder(_Folder):
             return f"{MEGATRON_TRACKER}, written last, still names {int(tracked)}"
         return why_not_distributed(tree, "")
 
+    def lacking(self, tree: Tree) -> set[str]:
+        files = {name.partition("/")[2] for name in tree.files if _MODEL_PART.match(name)}
+        return {f"{part}/{file}" for part in _missing_model_parts(tree) for file in files if file}
+
     def after(self, tree: Tree) -> str:
         """Tensor- and pipeline-parallel ranks are numbered without gaps, have the same files, and the same step."""
+        if missing := _missing_model_parts(tree):
+            return f"{min(missing)} is missing"
         parts = {name.partition("/")[0] for name in tree.files if _MODEL_PART.match(name)}
-        found = {tuple(map(int, filter(None, match.groups()))) for one in parts if (match := _MODEL_PART.match(one))}
-        told = [tree.numbers.get(f"args.{axis}_model_parallel_size", 0) for axis in ("tensor", "pipeline")]
-        wanted = _grid(found, [size if size <= 1000 else 0 for size in told])
-        if wanted - found:
-            missing = min(wanted - found)
-            return f"mp_rank_{missing[0]:02d}{''.join(f'_{number:03d}' for number in missing[1:])} is missing"
         files = {one: {name.partition("/")[2] for name in tree.files if name.startswith(one + "/")} for one in parts}
         every = set[str]().union(*files.values())
         for one in sorted(parts):
@@ -390,6 +418,15 @@ class MegatronFolder(_Folder):
 
     def layout(self, tree: Tree) -> RankLayout | None:
         return megatron_layout(tree, "")
+
+
+def _missing_model_parts(tree: Tree) -> set[str]:
+    """Folders of tensor- and pipeline-parallel ranks that must be there as well."""
+    matches = [match for name in tree.files if (match := _MODEL_PART.match(name))]
+    found = {tuple(map(int, filter(None, match.groups()))) for match in matches}
+    told = [tree.numbers.get(f"args.{axis}_model_parallel_size", 0) for axis in ("tensor", "pipeline")]
+    wanted = _grid(found, [size if size <= 1000 else 0 for size in told])
+    return {f"mp_rank_{one[0]:02d}{''.join(f'_{number:03d}' for number in one[1:])}" for one in wanted - found}
 
 
 def _grid(found: set[tuple[int, ...]], sizes: list[int]) -> set[tuple[int, ...]]:
@@ -487,6 +524,20 @@ class DeepSpeedFolder(_Folder):
         if tracked is not None and step is not None and tracked < step:
             return f"`latest`, written last, still names step {tracked}"
         return ""
+
+    def lacking(self, tree: Tree) -> set[str]:
+        parts, pieces = _parts(tree, "optim"), _parts(tree, "model")
+        models = _numbered(tree, r"(?:.*/)?mp_rank_(\d\d)_model_states\.pt")
+        data, model = _sizes(tree, parts | pieces, models)
+        every = set(itertools.product(range(data), range(model)))
+        names = set[str]()
+        for found, kind in ((parts, "optim"), (pieces, "model")):
+            end = re.compile(rf"zero_pp_rank_\d{{1,7}}_mp_rank_\d\d_{kind}_states\.pt$")
+            before = next((name[: one.start()] for name in tree.files if (one := end.search(name)) is not None), "")
+            lacking = every - found if found else ()
+            names |= {f"{before}zero_pp_rank_{one}_mp_rank_{two:02d}_{kind}_states.pt" for one, two in lacking}
+        absent = set(range(model)) - models if models else ()
+        return names | {f"mp_rank_{rank:02d}_model_states.pt" for rank in absent}
 
     def after(self, tree: Tree) -> str:
         """Every data-parallel rank has written its part, for every model-parallel one, and all are of one step."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
 from recovery.checkpoint import Checkpoint
+from recovery.formats import PartReport
 from recovery.formats.dcp import dcp_needs
 from recovery.formats.files import METADATA, OURS, is_temporary
 from recovery.tiers import DEPTH, FILES_IN_PART, MIRRORS, SINGLE_FILES, PartFile, Save, SavePart, why_bad_name
@@ -45,6 +46,17 @@ class Seen(NamedTuple):
     """A file whose name cannot be copied: the part is not."""
 
 
+class Judged(NamedTuple):
+    versions: object
+    """Its files as they were when they were read."""
+    verdict: Checkpoint | None = None
+    needs: dict[str, int] = {}
+    whole: bool = False
+    """Also if others have what it `lacks`."""
+    lacks: tuple[str, ...] = ()
+    torn: str = ""
+
+
 class Brought(msgspec.Struct, frozen=True, kw_only=True):
     """A save whose missing files were brought here."""
 
@@ -67,8 +79,16 @@ class Notes(msgspec.Struct, kw_only=True):
 class LocalParts:
     """`look` again and again."""
 
-    def __init__(self, folder: Path, home: Path, node: str, inspect: Callable[[Path], Checkpoint | None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        home: Path,
+        node: str,
+        inspect: Callable[[Path], Checkpoint | None],
+        inspect_part: Callable[[Path, Container[str]], PartReport | None] = lambda _, __: None,
+    ) -> None:
         """`home`: where this job keeps its notes."""
+        self._inspect_part = inspect_part
         self.folder = folder
         self._node = node
         self._inspect = inspect
@@ -76,8 +96,8 @@ class LocalParts:
         self._notes = self._read_notes()
         self._stood: dict[str, tuple[object, float]] = {}
         """Save -> its files as they were seen, and since when."""
-        self._judged: dict[str, tuple[object, Checkpoint | None, dict[str, int]]] = {}
-        """Save -> its files as they were when they were read, the verdict, what it needs."""
+        self._judged: dict[str, Judged] = {}
+        """By the save's name."""
         self._moved: dict[str, tuple[int, bool, dict[str, Version]]] = {}
         """Save -> the attempt that wrote it, whether it was whole, and its files as they stood still."""
 
@@ -118,9 +138,10 @@ class LocalParts:
         }
         single = name in versions
         stood_s = self._stood_s(name, versions, now)
-        verdict, needs, is_new = self._verdict(name, versions, stood_s > 0 or at_rest)
+        judged = self._judge(name, versions, own, stood_s > 0 or at_rest)
+        verdict = judged.verdict
         newest_ns = max((at for _, at in files.values()), default=0)
-        whole = verdict is not None and verdict.complete and is_new and not foreign
+        whole = judged.whole and judged.versions == versions and not foreign
         still = at_rest or whole or stood_s >= STILL_S
         too_many = len(files) > FILES_IN_PART
         format_name = verdict.format if verdict is not None else "folder"
@@ -138,7 +159,9 @@ class LocalParts:
             files=tuple(PartFile(name=file, size=size) for file, (size, _) in sorted(files.items())[:FILES_IN_PART]),
             whole=whole,
             why=_as_text(verdict.why if verdict is not None else "") or ("" if whole else "it is being written"),
-            needs=tuple(PartFile(name=file, size=size) for file, size in sorted(needs.items())),
+            needs=tuple(PartFile(name=file, size=size) for file, size in sorted(judged.needs.items())),
+            lacks=judged.lacks if whole else (),
+            torn=judged.torn,
             rewritten=not single and self._is_rewritten(name, writer, files, movable, whole),
         )
         return Seen(part, movable and not part.rewritten, files, still, _as_text(odd))
@@ -164,17 +187,26 @@ class LocalParts:
             return 0.0
         return now - before[1]
 
-    def _verdict(
-        self, name: str, versions: dict[str, Version], may_read: bool
-    ) -> tuple[Checkpoint | None, dict[str, int], bool]:
-        """The verdict, what it needs, and whether that is of these very files. Read again only when they have changed,
-        and not while they change with each look."""
+    def _judge(self, name: str, versions: dict[str, Version], own: Container[str], may_read: bool) -> Judged:
+        """Read again only when the files have changed, and not while they change with each look."""
         known = self._judged.get(name)
-        if known is not None and (known[0] == versions or not may_read):
-            return known[1], known[2], known[0] == versions
+        if known is not None and (known.versions == versions or not may_read):
+            return known
         if not may_read:
-            return None, {}, False
+            return Judged(None)
         verdict = self._inspect(self.folder / name)
+        whole = verdict is not None and verdict.complete
+        found = Judged(versions, verdict, self._needs(versions), whole)
+        if verdict is not None and not whole:  # by itself; ranks elsewhere may have the rest
+            names = {file[len(name) + 1 :] for file in versions if file in own}
+            part = self._inspect_part(self.folder / name, names)
+            if part is not None:
+                lacks = tuple(f"{name}/{one}" for one in part.lacks[:FILES_IN_PART])
+                found = found._replace(whole=not part.why, lacks=lacks, torn=_as_text(part.torn))
+        self._judged[name] = found
+        return found
+
+    def _needs(self, versions: dict[str, Version]) -> dict[str, int]:
         needs: dict[str, int] = {}
         for file in versions:
             folder, _, base = file.rpartition("/")
@@ -185,8 +217,7 @@ class LocalParts:
                     continue
                 named = {f"{folder}/{one}" if folder else one: size for one, size in found.items()}
                 needs.update({one: size for one, size in named.items() if not why_bad_name(one)})
-        self._judged[name] = (versions, verdict, needs)
-        return verdict, needs, True
+        return needs
 
     def _attempt(self, name: str, newest_ns: int, attempt: int, since: float) -> int:
         known = self._notes.attempts.get(name)

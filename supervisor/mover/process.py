@@ -20,7 +20,9 @@ from typing import Final
 
 import msgspec
 
-from recovery.formats import inspect, load_formats
+from recovery.formats import inspect, inspect_part, load_formats
+from recovery.formats.files import step_in_name
+from recovery.formats.folders import read_pointer
 from recovery.quarantine import NotOurFolder, PreparationError, set_aside
 from recovery.tiers import (
     PARTS_REPORTED,
@@ -79,7 +81,13 @@ class Mover:
         formats, _ = load_formats()
         self._mirrors = Mirrors(self._folder, job_digest(Path(setup.job_dir), token))
         self._others = (0, 0)
-        self._parts = LocalParts(self._folder, self._mirrors.home, setup.node, lambda path: inspect(path, formats))
+        self._parts = LocalParts(
+            self._folder,
+            self._mirrors.home,
+            setup.node,
+            lambda path: inspect(path, formats),
+            lambda path, names: inspect_part(path, names, formats),
+        )
         self._publisher = Publisher(Path(setup.publish_to), Path(setup.job_dir), setup.node)
         self._problems: dict[str, str] = {}
         self._tls_server, self._tls_client = self._tls()
@@ -439,10 +447,17 @@ class Mover:
         return left
 
     def _write_tracker(self, save: Save) -> None:
-        """The script looks for the newest save by a file that only the first node had."""
+        """The script looks for the newest save by a file that only the first node had. One that names a newer save is
+        corrected when that is moved aside."""
         tracker = tracker_of(save)
-        if tracker is not None and not os.path.lexists(self._folder / tracker.name):
-            write_atomically(self._folder / tracker.name, tracker.text.encode())
+        if tracker is None:
+            return
+        path = self._folder / tracker.name
+        if os.path.lexists(path):
+            named = step_in_name(read_pointer(path) or "") if path.is_file() and not path.is_symlink() else None
+            if named is None or save.step is None or named >= save.step:
+                return
+        write_atomically(path, tracker.text.encode())
 
     # ----- publishing -----
 
