@@ -92,6 +92,28 @@ def judge(
     return tuple(found)
 
 
+EARLIER_S: Final = 28 * 86400.0
+"""Figures that are older are not compared with: drivers and clocks change."""
+
+
+def earlier_figures(results: Iterable[TestResult], now: float) -> tuple[Figure, ...]:
+    """Of each test of each device the newest that did not fail, to compare others with."""
+    newest: dict[Key, TestResult] = {}
+    for one in results:
+        key = (one.node, one.gpu, one.test)
+        if one.verdict != "fail" and now - EARLIER_S < one.at <= now + 3600.0 and one.at >= _at(newest.get(key)):
+            newest[key] = one
+    return tuple(
+        Figure(node=one.node, gpu=one.gpu, test=one.test, kind=one.kind, value=one.value, digest=one.digest)
+        for one in newest.values()
+        if one.value is not None or one.digest
+    )
+
+
+def _at(result: TestResult | None) -> float:
+    return result.at if result is not None else float("-inf")
+
+
 def to_repeat(results: Iterable[TestResult], figures: Iterable[Figure]) -> tuple[Key, ...]:
     """The tests that are to be made once more before they count against a device."""
     of_key = {figure.key: figure for figure in figures}

@@ -236,9 +236,11 @@ class Leader:
         floors: Mapping[str, float] | None = None,
         collectives: Sequence[Mapping[str, Any]] = (),
         only: Sequence[str] = (),
+        earlier: Sequence[Figure] = (),
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`only`: patterns of tests; none: all."""
+        """`only`: patterns of tests; none: all. `earlier`: figures of other nodes, to compare with."""
+        self._earlier = tuple(earlier)
         self._only = tuple(only)
         self._expected = expected
         self._suite = suite
@@ -313,7 +315,9 @@ class Leader:
     def _tests(self) -> SuiteAnswer:
         families = [test for test in NODE_FAMILIES if self._wants(test)]
         figures = self._node_tests(families) if families else []
-        results = judge(figures, floors=self._floors)
+        present = self._nodes.keys()
+        self._earlier = tuple(one for one in self._earlier if one.node not in present)
+        results = judge(figures, earlier=self._earlier, floors=self._floors)
         failed = {one.node for one in results if one.verdict == "fail"}
         able = [name for name, node in self._nodes.items() if name not in failed and not node.lost]
         pairs, rounds = self._pair_tests(able) if self._wants(PAIR_TEST) else (None, [])
@@ -355,7 +359,7 @@ class Leader:
             return results
         self._say(f"{', '.join(list(repeat)[:8])} repeat{'s' * (len(repeat) == 1)} tests that were worse than others'")
         again = self._figures({name: sorted(tests) for name, tests in repeat.items()})
-        return judge(figures, again=again, floors=self._floors)
+        return judge(figures, earlier=self._earlier, again=again, floors=self._floors)
 
     def _figures(self, wanted: Mapping[str, Sequence[str]]) -> list[Figure]:
         orders = {name: {"do": "node", "tests": list(tests)} for name, tests in wanted.items()}
@@ -508,6 +512,7 @@ def meet(
     floors: Mapping[str, float] | None = None,
     collectives: Sequence[Mapping[str, Any]] = (),
     only: Sequence[str] = (),
+    earlier: Sequence[Figure] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> SuiteAnswer:
     """Take part in the tests of `nodes` nodes, which share `folder`; the one that leads does so besides. Blocks.
@@ -530,7 +535,9 @@ def meet(
         write_atomically(path, msgspec.json.encode(place), 0o600)
         answers: list[SuiteAnswer] = []
         shared = SharedSecret(secret)
-        leader = Leader(nodes, suite, shared, floors=floors, collectives=collectives, only=only, say=say)
+        leader = Leader(
+            nodes, suite, shared, floors=floors, collectives=collectives, only=only, earlier=earlier, say=say
+        )
         thread = threading.Thread(target=lambda: answers.append(leader.lead(listening)), daemon=True)
         thread.start()
         devices = find_devices(bench, suite)

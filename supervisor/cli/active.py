@@ -7,7 +7,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,9 +19,10 @@ from diagnosis.signals import clean_line
 from diagnosis.taxonomy import FailureClass
 from supervisor.cli.nodes import keep_results
 from supervisor.cli.output import print_answer, warn
-from supervisor.errors import ActiveTestsImpossible, ExitCode, LaunchRefused
+from supervisor.errors import ActiveTestsImpossible, ConfigError, ExitCode, LaunchRefused, UnbrokenError
 
 if TYPE_CHECKING:
+    from recovery.active_verdicts import Figure
     from recovery.ledger import TestResult
     from supervisor.active.meeting import SuiteAnswer
     from supervisor.active.shapes import JobShapes
@@ -56,9 +57,11 @@ def check_active(options: ActiveOptions) -> int:
         most = SUITES[options.suite].whole_s
         click.echo(f"unbroken: active tests ({options.suite}) with {bench.python}: at most {most:.0f} s", err=True)
     place = _meeting(options, os.environ)
-    answer = _alone(bench, options) if place is None else _together(bench, options, place)
-    if place is None or place.leads:
-        keep_results(answer.results)
+    leads = place is None or place.leads
+    earlier = _earlier() if leads else ()
+    answer = _alone(bench, options, earlier) if place is None else _together(bench, options, place, earlier)
+    if leads:
+        keep_results(sorted(answer.results, key=lambda one: one.verdict != "fail"))
     if options.slurm_form:
         lines = slurm_lines(answer)
         if lines:
@@ -139,7 +142,7 @@ def _meeting(options: ActiveOptions, environment: Mapping[str, str]) -> Meeting 
     return Meeting(base / JOBS / f"check-{job}.{step}", int(step_nodes), environment["SLURM_PROCID"] == "0")
 
 
-def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting) -> SuiteAnswer:
+def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting, earlier: Sequence[Figure]) -> SuiteAnswer:
     from supervisor.active.meeting import meet
     from supervisor.controller.main import own_address
     from supervisor.files import make_shared
@@ -157,6 +160,7 @@ def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting) -> Sui
             domain=os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],  # `spine.leaf1.node3`
             floors=options.floors,
             only=options.only,
+            earlier=earlier,
             collectives=_shapes(options.shapes).collectives if place.leads else (),
             say=lambda text: click.echo(f"unbroken: {text}", err=True),
         )
@@ -168,8 +172,8 @@ def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting) -> Sui
                 pass
 
 
-def _alone(bench: ActiveSetup, options: ActiveOptions) -> SuiteAnswer:
-    """This node's devices, compared with each other where there are enough."""
+def _alone(bench: ActiveSetup, options: ActiveOptions, earlier: Sequence[Figure]) -> SuiteAnswer:
+    """This node's devices, compared with each other, and with what the ledger has of other nodes."""
     from recovery.active_verdicts import judge, to_repeat
     from supervisor.active.meeting import SuiteAnswer
     from supervisor.active.suite import NODE_FAMILIES, SUITES, families_of, find_devices, run_node
@@ -178,11 +182,35 @@ def _alone(bench: ActiveSetup, options: ActiveOptions) -> SuiteAnswer:
     devices = find_devices(bench, suite)
     families = [one for one in NODE_FAMILIES if not options.only or any(fnmatch(one, key) for key in options.only)]
     figures = run_node(bench, devices, suite, families) if families else []
-    results = judge(figures, floors=options.floors)
+    others = [one for one in earlier if one.node != bench.node]
+    results = judge(figures, earlier=others, floors=options.floors)
     repeat = sorted({family for _, _, test in to_repeat(results, figures) for family in families_of(test)})
     if repeat and suite.whole_s - (time.monotonic() - started) >= suite.node_s:
-        results = judge(figures, again=run_node(bench, devices, suite, repeat), floors=options.floors)
+        again = run_node(bench, devices, suite, repeat)
+        results = judge(figures, earlier=others, again=again, floors=options.floors)
     return SuiteAnswer(suite=suite.name, seconds=round(time.monotonic() - started, 1), results=results)
+
+
+# ----- the ledger of all jobs -----
+
+
+def _earlier() -> tuple[Figure, ...]:
+    """What other nodes gave before; nothing where there is no ledger, or it cannot be read."""
+    from recovery.active_verdicts import earlier_figures
+    from recovery.ledger import TestResult
+    from supervisor.cli.nodes import answered, open_ledger
+
+    now = time.time()
+    try:
+        ledger = open_ledger()
+    except ConfigError:
+        return ()
+    try:
+        read = answered(lambda: ledger.read(now), ledger.folder)
+    except UnbrokenError as error:
+        warn(f"compared without earlier figures: {error}")
+        return ()
+    return earlier_figures([one.what for one in read.entries if isinstance(one.what, TestResult)], now)
 
 
 # ----- the answer -----

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recovery.active_verdicts import Figure, judge, to_repeat
-from recovery.ledger import TestResult
+from recovery.active_verdicts import Figure, earlier_figures, judge, to_repeat
+from recovery.ledger import TestResult, TestVerdict
 
 KIND = "NVIDIA H100, torch 2.13.0, CUDA 12.8"
 CPU = "EPYC, torch 2.13.0, x86_64 CPU"
@@ -57,6 +57,18 @@ def test_too_few_to_compare_are_unknown() -> None:
     assert verdicts(judge(figures, again=figures)) == "???"
     assert to_repeat(judge(figures), figures) == ()
     assert verdicts(judge(figures, again=figures, earlier=rates(700.0, 701.0))) == "..F"
+
+
+def test_figures_of_the_ledger_are_compared_with() -> None:
+    def kept(node: str, value: float, at: float = 100.0, verdict: TestVerdict = "unknown") -> TestResult:
+        return TestResult(node=node, gpu="GPU-0", test="matmul_bf16", kind=KIND, value=value, verdict=verdict, at=at)
+
+    now = 40 * 86400.0
+    results = [kept("a", 9.0, now - 9), kept("a", 700.0, now - 5), kept("b", 701.0, now - 5), kept("c", 699.0, now - 5)]
+    results += [kept("d", 300.0, now - 5, "fail"), kept("e", 300.0, now - 30 * 86400)]
+    earlier = earlier_figures(results, now)
+    assert {(one.node, one.value) for one in earlier} == {("a", 700.0), ("b", 701.0), ("c", 699.0)}
+    assert verdicts(judge(rates(300.0), earlier=earlier, again=rates(300.0))) == "F"
 
 
 def test_other_kinds_are_not_compared() -> None:
