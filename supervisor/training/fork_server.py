@@ -39,6 +39,7 @@ to_json = json.dumps
 """As it was before the imports."""
 WORK_S = 0.02
 """After so much CPU time it sleeps as long: it takes half a core at most, beside a training that runs."""
+MOST_WARNED = 64 << 10
 MOST_NAMES = 20_000
 """Of a user's folder."""
 ADOPTED_S = 2.0
@@ -179,6 +180,8 @@ class ForkServer:
         self.files: dict[str, tuple[int, int]] = {}
         self.changed: dict[str, str | None] = {}
         """Variables that the imports themselves set, or removed (None)."""
+        self.warned = ""
+        """Warnings of the imports, for the standard error of each rank."""
         self.stale = ""
         self.patience = 0.0
 
@@ -286,9 +289,12 @@ class ForkServer:
             raise Unfit("the imports leave a child process")
         if any(entry not in path for entry in sys.path):
             raise Unfit("the imports change sys.path")
-        filters = [str(one) for one in warnings.filters]
-        if self.record["warning_filters"][-len(filters) :] != filters:
+        filters, theirs = [str(one) for one in warnings.filters], self.record["warning_filters"]
+        if theirs[-len(filters) :] != filters:
             raise Unfit("the script's filters of warnings came before those of the imports, or between them")
+        self.warned = "".join(guard.warned)
+        if self.warned and (theirs != filters or len(self.warned) > MOST_WARNED):
+            raise Unfit(f"the imports warn, and the script has filters of its own: {self.warned[:200]}")
 
     def judge_modules(self, new: dict[str, Any], began: float) -> None:
         installed, standard = tuple(imports.installed_folders()), tuple(imports.standard_folders())
@@ -427,7 +433,7 @@ class ForkServer:
         self.channel.close()
         become = type(self.become)(message["argv"], message, descriptors[1:], worker=True)
         become.interrupt, become.blocked = self.become.interrupt, self.become.blocked
-        become.changed = self.changed
+        become.changed, become.warned = self.changed, self.warned
         return become
 
 
@@ -469,6 +475,10 @@ class Guard:
     def __init__(self) -> None:
         self.seen = SeedSeen.seen
         self.on = True
+        self.warned: list[str] = []
+        """Warnings as they would be shown."""
+        self.show = warnings.showwarning
+        warnings.showwarning = self.showwarning
         self.replaced: list[tuple[Any, str, Any]] = []
         generator: Any = random._inst
         watched = ((os.environ, Watched), (os.environb, Watched), (posix, Environment), (generator, RandomWatched))
@@ -490,8 +500,24 @@ class Guard:
         elif event == "ctypes.dlopen" and os.path.basename(str(args[0])).startswith(DRIVERS):
             touches_driver()
 
+    def showwarning(
+        self,
+        message: Any,
+        category: Any,
+        filename: str,
+        lineno: int,
+        file: Any = None,
+        line: str | None = None,
+    ) -> None:
+        if self.on and file is None:
+            self.warned.append(warnings.formatwarning(message, category, filename, lineno, line))
+        else:
+            self.show(message, category, filename, lineno, file, line)
+
     def end(self) -> None:
         self.on = False
+        if warnings.showwarning == self.showwarning:
+            warnings.showwarning = self.show
         for owner, name, value in self.replaced:
             setattr(owner, name, value)
 
@@ -641,8 +667,8 @@ def inside(entry: str, folders: tuple[str, ...]) -> bool:
 
 
 def is_read(name: str) -> bool:
-    """Libraries in C read these when they are loaded."""
-    return bool(surroundings.read_at_load({name: ""}, bootstrap.SHIM))
+    """Libraries in C read these when they are loaded. Python has read its own when it was started."""
+    return not name.startswith("PYTHON") and bool(surroundings.read_at_load({name: ""}, bootstrap.SHIM))
 
 
 def module_of(finder: Any) -> str:

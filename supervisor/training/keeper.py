@@ -81,6 +81,8 @@ class Become:
         """Signals to block again once its own handlers are set: those that the keeper was started with."""
         self.changed: dict[str, str | None] = {}
         """Variables that imports of a fork server have set, or removed (None)."""
+        self.warned = ""
+        """The warnings of these imports."""
         self.channel: socket.socket | None = None
         """To the keeper, of a fork server."""
         self.record: dict[str, Any] | None = None

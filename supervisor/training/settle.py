@@ -55,6 +55,9 @@ def settle(become: Any, close_in_fork: Callable[[], None] | None) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, become.blocked)
     name_process([sys.executable, *(["-u"] if become.worker else [console_script() or "torchrun"]), *become.argv])
     bootstrap.rebuild_streams(in_place=close_in_fork is None)
+    if become.warned and sys.stderr is not None:
+        sys.stderr.write(become.warned)
+        sys.stderr.flush()
     # The keeper froze what it had imported. At the end all of it is to be collected, or libraries tell of leaks.
     atexit.register(gc.unfreeze)
     refresh_modules()

@@ -21,8 +21,8 @@ SETTLED_S = 1.0
 """No fork server is started so soon after a rank."""
 IMPORT_S = 300.0
 """One that has not finished by then is ended. It sleeps half the time, and a network file system may be slow."""
-ANSWER_S = 1.0
-"""Then the rank is forked from the keeper. Its stub waits for three."""
+ANSWER_S = 2.0
+"""Then the rank is forked from the keeper, and has seconds of imports before it. Its stub waits for three."""
 MOST_SERVERS = 16
 MOST_FAILURES = 8
 RECORD_LIMIT = 8 << 20

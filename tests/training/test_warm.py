@@ -17,6 +17,7 @@ import types
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -42,7 +43,7 @@ spec = importlib.util.spec_from_file_location("_unbroken_bootstrap", sys.argv[1]
 bootstrap = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = bootstrap
 spec.loader.exec_module(bootstrap)
-record = {"modules": ["pk_one"], "changed_variables": ["CHANGED_BY_SCRIPT"], "path": []}
+record = {"modules": ["pk_one"], "changed_variables": ["CHANGED_BY_SCRIPT", "PYTHONHASHSEED"], "path": []}
 record["warning_filters"] = [str(one) for one in warnings.filters]
 channel = socket.socket(fileno=int(sys.argv[2]))
 become = types.SimpleNamespace(channel=channel, record=record, environ=dict(os.environ), argv=["/nowhere/train.py"])
@@ -104,7 +105,7 @@ class Site:
         self.script.parent.mkdir(exist_ok=True)
         self.script.write_text(SCRIPT.format(name=name, before=before, shown=shown))
 
-    def start(self, ranks: int = 1, **variables: str) -> list[list[str]]:
+    def start(self, ranks: int = 1, stderr: IO[str] | None = None, **variables: str) -> list[list[str]]:
         """The ranks of the next attempt; what each of them prints."""
         self.attempt += 1
         self.keeper.ask(op="kill", attempt=self.attempt - 1)
@@ -117,6 +118,7 @@ class Site:
                 [self.keeper.stub, "-u", self.script],
                 env={**self.keeper.environment, **ours, **variables},
                 stdout=subprocess.PIPE,
+                stderr=stderr,
                 text=True,
                 start_new_session=True,
             )
@@ -169,6 +171,29 @@ def test_the_next_ranks_find_the_imports_there_and_the_keeper_is_their_parent(si
     path = site.keeper.attempt_dir(site.attempt) / f"rank{worker['rank']}.exit"
     until(path.exists, 60, "its end is recorded")
     assert os.WTERMSIG(json.loads(path.read_text())["status"]) == signal.SIGSEGV
+
+
+def test_warnings_of_the_imports_are_shown_by_every_rank(site: Site) -> None:
+    site.make("pk_warns", body="import warnings\nwarnings.warn('pk_warns is old', FutureWarning)")
+    shown = []
+    for how in ("cold", "warm"):
+        with open(site.folder / how, "w+") as stderr:
+            assert site.start(stderr=stderr)[0][0] == how
+            if how == "cold":
+                site.wait_ready()
+            shown.append((site.folder / how).read_text())
+    assert shown[0] == shown[1]
+    assert "FutureWarning: pk_warns is old" in shown[0]
+
+
+def test_a_script_with_filters_of_its_own_imports_what_warns_by_itself(site: Site) -> None:
+    ignore = "import warnings; warnings.simplefilter('ignore', FutureWarning)"
+    body = "import warnings\nwarnings.warn('pk_filters is old', FutureWarning)"
+    site.make("pk_filters", body=body, before=ignore)
+    assert site.start()[0][0] == "cold"
+    until(
+        lambda: "the imports warn, and the script has filters of its own" in site.log, 120, "it is left to the script"
+    )
 
 
 SURROUNDINGS = """
