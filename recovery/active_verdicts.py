@@ -133,7 +133,7 @@ def usual_values(figures: Iterable[Figure]) -> dict[tuple[str, str], Usual]:
     """(Kind, test) -> what is usual."""
     values: dict[tuple[str, str], list[float]] = {}
     for figure in figures:
-        if figure.value is not None:
+        if figure.value is not None and not figure.unfinished:
             values.setdefault((figure.kind, figure.test), []).append(figure.value)
     found = {}
     for key, some in values.items():

@@ -87,6 +87,7 @@ class _Child:
             pass
         self.out, self.words = bytearray(), bytearray()
         self.open_pipes = {pipe.fileno(): pipe for pipe in (self.process.stdout, self.process.stderr) if pipe}
+        self._answers = self.process.stdout.fileno() if self.process.stdout is not None else -1
         self.killed = ""
         self.gone = False
 
@@ -94,7 +95,7 @@ class _Child:
         data = os.read(descriptor, 65536)
         if not data:
             self.open_pipes.pop(descriptor).close()
-        elif self.process.stdout is not None and descriptor == self.process.stdout.fileno():
+        elif descriptor == self._answers:
             self.out += data[: max(0, ANSWER_BYTES - len(self.out))]
         else:
             self.words = (self.words + data)[-WORDS_BYTES:]

@@ -19,7 +19,8 @@ from diagnosis.signals import clean_line
 from recovery.active_verdicts import LESS_IS_BETTER, Figure
 from recovery.group_tests import GroupOutcome
 from supervisor.active.children import ChildReport, run_children
-from supervisor.errors import ActiveTestsImpossible
+from supervisor.errors import ActiveTestsImpossible, CheckRefused
+from supervisor.node_health.check import Options, answer, table
 
 MEMORY_BYTES: Final = 16 << 30
 """Of one child: pinned memory, and what CUDA keeps on the host."""
@@ -100,6 +101,7 @@ def find_devices(bench: ActiveSetup, suite: Suite) -> Devices:
 
 def run_node(bench: ActiveSetup, devices: Devices, suite: Suite, tests: Sequence[str] = ()) -> list[Figure]:
     """Every device of the node at the same time; then copies between GPUs. `tests`: only these. Blocks."""
+    busy = busy_gpus() if devices.devices != ("cpu",) else {}
     started = time.monotonic()
     order = {
         "do": "node",
@@ -114,7 +116,30 @@ def run_node(bench: ActiveSetup, devices: Devices, suite: Suite, tests: Sequence
     left_s = suite.node_s - (time.monotonic() - started)
     if len(devices.devices) > 1 and left_s > 5.0 and (not tests or PEERS in tests):
         figures += figures_of(bench.node, bench.run([{"do": "peers"}], left_s), time.time(), PEERS)
-    return figures
+    return mark_busy(figures, busy)
+
+
+BUSY: Final = ("gpu_processes_foreign", "gpu_memory_zombie")
+"""Checks (docs/checks.md)."""
+BUSY_S: Final = 10.0
+
+
+def busy_gpus() -> dict[str, str]:
+    """GPU -> who else uses it, in words. Blocks."""
+    try:
+        answered = answer(table(), Options(only=BUSY, preflight=True, fresh=True, timeout_s=BUSY_S))
+    except (CheckRefused, OSError):
+        return {}
+    found = [one.check_state for one in answered.seen if one.check_state.status == "unhealthy"]
+    return {one.result.gpu_uuid: clean_line(one.result.text, 200) for one in found if one.result.gpu_uuid}
+
+
+def mark_busy(figures: Sequence[Figure], busy: Mapping[str, str]) -> list[Figure]:
+    """What a GPU gave while others used it says nothing of its speed; wrong data is wrong all the same."""
+    return [
+        replace(one, unfinished=f"others use the GPU: {busy[one.gpu]}") if one.gpu in busy and not one.digest else one
+        for one in figures
+    ]
 
 
 PEERS: Final = "peer_copy"

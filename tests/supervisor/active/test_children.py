@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from recovery.active_verdicts import Figure, judge
 from supervisor.active import children
 from supervisor.active.children import ChildReport, run_children
-from supervisor.active.suite import figures_of, group_outcome
+from supervisor.active.suite import figures_of, group_outcome, mark_busy
 
 SCRIPT = """#!{python}
 import json, os, signal, sys, time
@@ -86,6 +87,12 @@ def test_how_one_died(training_python: Any) -> None:
     assert not figure.fault
 
 
+def test_words_after_the_end_of_the_answer(training_python: Any) -> None:
+    body = 'os.close(1); time.sleep(0.5); os.write(2, b"last words"); os._exit(3)'
+    (report,) = run(training_python(body))
+    assert "last words" in report.died
+
+
 def test_one_that_takes_too_much_memory_is_killed(training_python: Any) -> None:
     (report,) = run(
         training_python("held = bytearray(os.urandom(1)) * (200 << 20); time.sleep(600)"), memory_bytes=100 << 20
@@ -116,6 +123,17 @@ def test_ranks_of_a_group_do_not_wait_for_a_dead_one(training_python: Any) -> No
 def test_a_python_that_is_not_there_raises(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing"):
         run(str(tmp_path / "nothing"))
+
+
+def test_a_gpu_that_others_use_is_not_called_slow() -> None:
+    figures = [
+        Figure(node="n1", gpu="GPU-1", test="matmul", value=300.0),
+        Figure(node="n1", gpu="GPU-1", test="memory_patterns", fault="8 words changed"),
+        Figure(node="n1", gpu="GPU-2", test="matmul", value=700.0),
+    ]
+    results = judge(mark_busy(figures, {"GPU-1": "python, process 4711"}))
+    assert [one.verdict for one in results] == ["unknown", "fail", "unknown"]
+    assert "4711" in results[0].reason
 
 
 def report(device: str = "cpu", *lines: dict[str, Any], **more: str) -> ChildReport:
