@@ -637,7 +637,11 @@ class LogReader:
         ranks = {one.rank for one in origins if one.rank is not None}
         hosts = Counter(match["node"] for line in self._head if (match := _KERNEL_HOST.search(line[:200])) is not None)
         nodes = {one.node for one in origins if one.node} | set(hosts)
-        rank = self._place.rank if not ranks else next(iter(ranks)) if len(ranks) == 1 else None
+        told = sum(one.rank is not None for one in origins)
+        most = 2 * told >= sum(1 for line in self._head if line.strip())
+        named = self._place.rank
+        alone = len(ranks) == 1 and (most or ranks == {named})
+        rank = named if not ranks else next(iter(ranks)) if alone else None
         node = self._place.node or (next(iter(nodes)) if len(nodes) == 1 else "")
         return rank, node
 

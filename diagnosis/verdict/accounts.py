@@ -40,6 +40,8 @@ CRASH: Final = "crash"
 _OF_THREADS: Final = ("_bootstrap", "_bootstrap_inner", "_feed")
 _PEER_NAME: Final = re.compile(r"\[?([\w.-]{1,120})")
 _PEER: Final = re.compile(r"(?:closed by (?:remote )?peer|from peer|remote=|[Cc]onnect to) ?\[?([\w.-]{1,120})")
+_CPP_STACK: Final = re.compile(r"\s*Exception raised from \S")
+"""Where torch begins to print the place in its C++."""
 _CRASH: Final = re.compile(
     r"Fatal Python error: (?:Segmentation fault|Aborted|Bus error)|\*\*\* Process received signal"
 )
@@ -119,7 +121,8 @@ def _raised(traceback: Traceback) -> str:
         return f"failed{place}: {_words(traceback.message)}" if traceback.message else f"raised an exception{place}"
     # NCCL names the reason last, after many words.
     last = traceback.message.rpartition("Last error:")[2].strip()
-    return f"raised {_words(f'{traceback.exception}: {last}' if last else traceback.line)}{place}"
+    said = f"{traceback.exception}: {last}" if last else traceback.line
+    return f"raised {_words(_CPP_STACK.split(said)[0])}{place}"
 
 
 def _exception_line(traceback: Traceback) -> str:

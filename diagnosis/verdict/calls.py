@@ -41,17 +41,16 @@ def of_watchdogs(evidence: LogEvidence) -> list[Candidate]:
 
 
 def _of_differing(seq: int, told: Mapping[int, tuple[str, int | None, Evidence]], ops: Counter[str]) -> Candidate:
-    (usual, many), *others = ops.most_common()
-    odd = {
-        rank
-        for rank, (op, count, _) in told.items()
-        if (op if op in _ANY_SIZE else f"{op} of {count}") != usual and many > sum(ops.values()) / 2
-    }
+    called = {rank: op if op in _ANY_SIZE else f"{op} of {count}" for rank, (op, count, _) in told.items()}
+    usual, many = ops.most_common(1)[0]
+    odd = {rank for rank, call in called.items() if call != usual} if 2 * many > len(called) else set()
+    groups = {call: {rank for rank, one in called.items() if one == call} for call in ops}
+    why = " and ".join(f"{rank_names(ranks)} called {call}" for call, ranks in list(groups.items())[:3])
     lines = sorted((line for _, _, line in told.values()), key=lambda one: one.rank not in odd)
     return Candidate(
         failure_class=FailureClass.COLLECTIVE_MISMATCH,
         confidence=current().confidence["calls_of_watchdogs_differ"],
-        why=f"as collective {seq}, {rank_names(odd or set(told))} called {others[0][0]}, and others {usual}",
+        why=f"as collective {seq}, {why}",
         culprits=tuple(Culprit(node=told[rank][2].node, rank=rank) for rank in sorted(odd)),
         evidence=tuple(lines[:4]),
     )

@@ -86,7 +86,13 @@ def conclude(incident: Incident) -> Verdict:
         return no_failure(logs, described)
     made_steps = any(log.progress_line is not None for log in logs.logs)
     found = [_once_and_again(one) if one.is_of_all or not made_steps else one for one in found]
-    return _weighed(found, described)
+    return _with_target(_weighed(found, described))
+
+
+def _with_target(found: Verdict) -> Verdict:
+    """Nothing can be cordoned where the logs name no rank, node or GPU: somebody has to find out first."""
+    cordons = found.action in ("cordon_gpu_and_restart", "cordon_node_and_restart")
+    return msgspec.structs.replace(found, action="hold") if cordons and not found.culprits else found
 
 
 def _once_and_again(one: Candidate) -> Candidate:
@@ -136,6 +142,7 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
         confidence=weights.confidence[end],
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
         evidence=() if doubt is None else (doubt,),
+        action="none",
         instead=instead,
     )
     clues = exceptions.clues([line for log in read for line in log.tail])
@@ -268,8 +275,14 @@ def verdict(
     )
 
 
+_MISMATCH: Final = re.compile(r"size mismatch for|(?:Missing|Unexpected) key\(s\)|Error\(s\) in loading state_dict")
+
+
 def _action(best: Candidate, culprits: tuple[Culprit, ...]) -> RemedyAction:
     action = best.action or action_for(best.failure_class)
+    words = (best.why, *(line.text for line in best.evidence[:2]))
+    if best.failure_class is FailureClass.CHECKPOINT_CORRUPT_OR_MISMATCH and any(map(_MISMATCH.search, words)):
+        return "stop"  # an older checkpoint does not fit the model, either
     # If all ranks are slow, none can be left out, and a restart makes none faster.
     return "none" if action == "restart_excluding" and not culprits else action
 
