@@ -23,6 +23,7 @@ import atexit
 import concurrent.futures
 import copy
 import ctypes
+import errno
 import hashlib
 import os
 import pickle
@@ -65,6 +66,15 @@ BUCKETS = 8
 SHARED_COPY_BYTES = 32 << 20
 """A copy of less is made by one thread."""
 COPY_THREADS = 4
+
+
+LIMITS = {
+    errno.EFBIG: "a copy of the state is larger than `ulimit -f` allows",
+    errno.ENOMEM: "memory ran out, or two copies of the state are more than `ulimit -v` allows",
+    errno.ENOSPC: "no memory is left for two copies of the state",
+    errno.EMFILE: "raise `ulimit -n`",
+}
+"""What the kernel's error means here."""
 
 
 class SnapshotError(RuntimeError):
@@ -203,8 +213,9 @@ class Leaf(NamedTuple):
 class Layout:
     """Where the tensors of a state lie. The same for all states of one shape."""
 
-    def __init__(self, key: Any, places: list[int], tensors: list[Any], spec: Any, replicated: list[bool]) -> None:
-        self.key = key
+    def __init__(self, places: list[int], tensors: list[Any], spec: Any, replicated: list[bool]) -> None:
+        self._made_for = [(one.shape, one.dtype, _meshed(one)) for one in tensors]
+        self._spec, self._replicated = spec, replicated
         self.places = places
         """Which leaves of the tree are tensors."""
         self.leaves: list[Leaf] = [Leaf(0, torch.uint8, ())] * len(tensors)
@@ -213,7 +224,8 @@ class Layout:
         self.names: list[str] = []
         """Of the buckets: the number of their first and last tensor."""
         locals_ = [_local(tensor) for tensor in tensors]
-        sizes = [tensor.numel() * tensor.element_size() for tensor in locals_]
+        self.sizes = sizes = [tensor.numel() * tensor.element_size() for tensor in locals_]
+        """Of the tensors in bytes."""
         equal = [number for number, is_equal in enumerate(replicated) if is_equal]
         share = -(-sum(sizes[number] for number in equal) // BUCKETS)
         bucket: list[int] = []
@@ -229,6 +241,15 @@ class Layout:
         self.size = self._place(rest, locals_, tensors, end, "") if rest else end
         template = _pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
         self.fixed = pickle.dumps((template, places, self.leaves, self.ranges), protocol=4)
+
+    def fits(self, places: list[int], tensors: list[Any], spec: Any, replicated: list[bool]) -> bool:
+        """Compared one by one: to make a key of thousands of tensors takes longer than to copy them."""
+        if (places, spec, replicated) != (self.places, self._spec, self._replicated):
+            return False
+        return all(
+            one.dtype is dtype and one.shape == shape and (type(one) in _PLAIN or _meshed(one) == mesh)
+            for one, (shape, dtype, mesh) in zip(tensors, self._made_for)
+        )
 
     def _place(self, numbers: list[int], locals_: list[Any], tensors: list[Any], begin: int, name: str) -> int:
         end = begin
@@ -248,8 +269,19 @@ class Layout:
         return end
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Known at once, because a state may have very many."""
+
+
+def _meshed(tensor: Any) -> Any:
+    """How a DTensor is spread; None for any other tensor."""
+    return None if type(tensor) in _PLAIN else getattr(tensor, "_spec", None)
+
+
 def _local(tensor: Any) -> Any:
     """The part of a DTensor that this rank has; any other tensor as it is."""
+    if type(tensor) in _PLAIN:
+        return tensor
     if hasattr(tensor, "_local_tensor") and hasattr(tensor, "__create_chunk_list__"):
         return tensor._local_tensor
     return tensor
@@ -271,11 +303,11 @@ def views(memory: Any, leaves: Iterable[Leaf]) -> list[Any]:
     flat = flat[: flat.numel() // PAGE * PAGE]
     bases: dict[torch.dtype, Any] = {}
     found = []
-    for leaf in leaves:
-        base = bases.get(leaf.dtype)
-        if base is None:
-            base = bases[leaf.dtype] = flat.view(leaf.dtype)
-        found.append(base.as_strided(leaf.shape, leaf.strides, (DATA_AT + leaf.offset) // leaf.dtype.itemsize))
+    for offset, dtype, shape, strides, _, _ in leaves:
+        if dtype not in bases:
+            bases[dtype] = (flat.view(dtype).as_strided, dtype.itemsize)
+        as_strided, itemsize = bases[dtype]
+        found.append(as_strided(shape, strides, (DATA_AT + offset) // itemsize))
     return found
 
 
@@ -345,8 +377,10 @@ class RankMemory:
         """The copy (or True, where no `staged` one is wanted). Raises OSError, ValueError and what torch raises."""
         leaves, spec = _pytree.tree_flatten(state)
         places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [leaves[number].detach() for number in places]
-        others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        tensors = [leaf.detach() if leaf.requires_grad else leaf for leaf in map(leaves.__getitem__, places)]
+        others: list[Any] = [None] * len(leaves)
+        if len(places) < len(leaves):
+            others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         group, members, equal = _replicas(replicas, tensors, self.world)
         layout = self._layout(places, tensors, spec, equal)
         table = pickle.dumps((layout.fixed, others), protocol=4)
@@ -362,7 +396,7 @@ class RankMemory:
         slot, sequence = self.slots[number], 1 + max([0, *(one.sequence for one in headers if one is not None)])
         slot.void()
         self._reserve(number, needed)
-        self._copy(self._own(number, layout), [_local(tensor) for tensor in tensors])
+        self._copy(layout, self._own(number, layout), list(map(_local, tensors)))
         table_at = DATA_AT + layout.size
         slot.map[table_at : table_at + len(table)] = table  # type: ignore[index]
         header = Header(
@@ -378,13 +412,11 @@ class RankMemory:
         return self._staged(number, layout, spec, leaves, tensors) if staged else True
 
     def _layout(self, places: list[int], tensors: list[Any], spec: Any, equal: list[bool]) -> Layout:
-        shapes = [(one.shape, one.dtype, getattr(one, "_spec", None)) for one in tensors]
-        key = (shapes, equal, spec)
-        if self.layout is None or self.layout.key != key:
+        if self.layout is None or not self.layout.fits(places, tensors, spec, equal):
             why = next(filter(None, map(_unfit, tensors)), "")
             if why:
                 raise ValueError(f"the state cannot be kept: {why}")
-            self.layout = Layout(key, places, tensors, spec, equal)
+            self.layout = Layout(places, tensors, spec, equal)
         return self.layout
 
     def _is_read(self, number: int) -> bool:
@@ -426,22 +458,19 @@ class RankMemory:
             self.own_views[number] = (layout, found)
         return list(found)
 
-    def _copy(self, targets: list[Any], sources: list[Any]) -> None:
-        devices = {source.device for source in sources if source.device.type != "cpu"}
-        size = sum(source.numel() * source.element_size() for source in sources)
+    def _copy(self, layout: Layout, targets: list[Any], sources: list[Any]) -> None:
+        devices = {source.device for source in sources if not source.is_cpu}
         threads = min(COPY_THREADS, len(os.sched_getaffinity(0)) // max(1, self.local_world))
         if devices:
             self._pin()
-        if devices or size < SHARED_COPY_BYTES or threads < 2 or torch.get_num_threads() > 1:
-            for target, source in zip(targets, sources):
-                target.copy_(source, non_blocking=True)
+        if devices or layout.size < SHARED_COPY_BYTES or threads < 2 or torch.get_num_threads() > 1:
+            _copy_all(targets, sources)
             for device in devices:
                 getattr(torch, device.type).current_stream(device).synchronize()
             return
         if self.pool is None:
             self.pool = concurrent.futures.ThreadPoolExecutor(threads, "unbroken-copy")
-        shares = _shared(targets, sources, size, threads)
-        list(self.pool.map(_copy_all, shares))
+        list(self.pool.map(_copy_all, *zip(*_shared(layout, targets, sources, threads))))
 
     def _pin(self) -> None:
         """So that the GPU writes to it directly. Where that cannot be the copy is slower, that is all."""
@@ -546,34 +575,40 @@ def _rebuilt(whole: Any, local: Any) -> Any:
     return type(whole).__tensor_unflatten__(inner, context, whole.shape, whole.stride())
 
 
-def _copy_all(pairs: list[tuple[Any, Any]]) -> None:
-    for target, source in pairs:
-        target.copy_(source)
+def _copy_all(targets: list[Any], sources: list[Any]) -> None:
+    """One call for all of them: one for each would cost more than the copy of a small tensor."""
+    with torch.no_grad():
+        if targets and hasattr(torch, "_foreach_copy_"):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            return
+        for target, source in zip(targets, sources):
+            target.copy_(source, non_blocking=True)
 
 
-def _shared(targets: list[Any], sources: list[Any], size: int, threads: int) -> list[list[tuple[Any, Any]]]:
+def _shared(layout: Layout, targets: list[Any], sources: list[Any], threads: int) -> list[tuple[list[Any], list[Any]]]:
     """The copies in about equal shares; a large tensor is cut."""
-    limit = -(-size // threads)
-    shares: list[list[tuple[Any, Any]]] = [[]]
+    limit = -(-layout.size // threads)
+    shares: list[tuple[list[Any], list[Any]]] = [([], [])]
     free = limit
-    for target, source in zip(targets, sources):
-        item = source.element_size()
-        if not source.is_contiguous() or source.numel() * item <= free:
-            shares[-1].append((target, source))
-            free -= source.numel() * item
+    for target, source, leaf_size in zip(targets, sources, layout.sizes):
+        if leaf_size <= free or not source.is_contiguous():
+            shares[-1][0].append(target)
+            shares[-1][1].append(source)
+            free -= leaf_size
         else:
-            target, source, at = target.view(-1), source.view(-1), 0
+            item, target, source, at = source.element_size(), target.view(-1), source.view(-1), 0
             while at < source.numel():
                 if free < item:
-                    shares.append([])
+                    shares.append(([], []))
                     free = limit
                 count = min(source.numel() - at, max(1, free // item))
-                shares[-1].append((target[at : at + count], source[at : at + count]))
+                shares[-1][0].append(target[at : at + count])
+                shares[-1][1].append(source[at : at + count])
                 at, free = at + count, free - count * item
         if free <= 0:
-            shares.append([])
+            shares.append(([], []))
             free = limit
-    return [share for share in shares if share]
+    return [share for share in shares if share[0]]
 
 
 def _gib(size: int) -> str:
@@ -599,8 +634,13 @@ def _kept(state: Any, step: int, replicas: Any, *, staged: bool) -> Any:
             atexit.register(_memory.stop_sums)  # no thread of ours may be at work when the interpreter goes down
         return _memory.keep(state, int(step), replicas, staged)
     except Exception as error:
-        _say(f"no snapshot is kept: {error}. Saves go on without")
+        _say(f"no snapshot is kept: {_in_words(error)}. Saves go on without")
         return None
+
+
+def _in_words(error: Exception) -> str:
+    hint = LIMITS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+    return f"{error}: {hint}" if hint else str(error)
 
 
 def _say(text: str) -> None:

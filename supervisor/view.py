@@ -155,6 +155,9 @@ class RestartView(Frozen, frozen=True, kw_only=True):
     why: str = ""
     from_memory: bool = False
     """It would start from a newer snapshot in memory, of that `step`; `path` is empty."""
+    after_node_loss: RestartView | None = None
+    """The same if a node were lost, with what only its memory has, and with `--publish-to` what only its disk has.
+    None: that makes no difference."""
 
 
 class TierView(Frozen, frozen=True, kw_only=True):

@@ -75,13 +75,17 @@ def chaos(kills: int, seed: int | None, as_json: bool) -> int:
 
 
 @group.command()
-@click.option("--mib", type=click.IntRange(1, 1 << 20), default=512, show_default=True, help="Size of the state.")
-@click.option("--rounds", type=click.IntRange(1, 100), default=8, show_default=True)
+@click.option("--mib", type=click.IntRange(1, 1 << 20), default=256, show_default=True, help="Size of the state.")
+@click.option(
+    "--tensor-mib", type=click.FloatRange(0.001, 4096), default=64.0, show_default=True, help="Of each tensor."
+)
+@click.option("--rounds", type=click.IntRange(1, 100), default=8, show_default=True, help="At most; three minutes.")
 @click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="torchrun's default is 1.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def checkpoint(mib: int, rounds: int, threads: int, as_json: bool) -> int:
+def checkpoint(mib: int, tensor_mib: float, rounds: int, threads: int, as_json: bool) -> int:
     """How long a save holds up training: snapshots, torch.save, torch's distributed checkpoints."""
-    found = _in_scratch(lambda folder: checkpoint_bench.report(folder, mib, rounds, threads, _say))
+    size = checkpoint_bench.Size(mib, tensor_mib)
+    found = _in_scratch(lambda folder: checkpoint_bench.report(folder, size, rounds, threads, _say))
     if found is None:
         return 1
     print(json.dumps(found)) if as_json else _show_checkpoint(found)
@@ -171,17 +175,19 @@ def _show_recovery(found: dict[str, Any]) -> None:
 
 def _show_checkpoint(found: dict[str, Any]) -> None:
     console = Console(width=110)
-    about = f"{found['mib']} MiB, torch {found['torch']}, threads: {found['threads']}, load {found['load']}"
+    what = f"{found['mib']} MiB in tensors of {found['tensor_mib']:g} MiB, {found['rounds']} rounds"
+    about = f"{what}, torch {found['torch']}, threads: {found['threads']}, load {found['load']}"
     table = Table(title=about)
     for heading in ("the script waits for", "best s", "median s", "memory copies"):
         table.add_column(heading, justify="left" if heading.startswith("the") else "right")
     for row in found["rows"]:
-        if row["why_not"]:
-            table.add_row(row["way"], "", "", row["why_not"][:40])
-        else:
+        if not row["why_not"]:
             times = (row["best_s"], statistics.median(row["stall_s"]))
             table.add_row(row["way"], *(f"{one:.3f}" for one in times), f"{row['copies']:.2f}")
     console.print(table)
+    for row in found["rows"]:
+        if row["why_not"]:
+            console.print(f"skipped: {row['way']} ({row['why_not'][:100]})", highlight=False)
     for goal in found["goals"]:
         value = "not measured" if goal["value"] is None else f"{goal['value']:.3g}"
         verdict = "met" if goal["met"] else "NOT MET"

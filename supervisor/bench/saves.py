@@ -1,13 +1,17 @@
 """How long a save holds up training: run by `supervisor.bench.checkpoint` with the training Python, needs torch.
 
-    python saves.py FOLDER MIB ROUNDS     prints JSON: way -> seconds of each round, or why there are none
+    python saves.py FOLDER MIB TENSOR_MIB ROUNDS SECONDS
+
+It prints JSON: way -> seconds of each round, or why there are none.
 
 All ways save the same state in turns, which a step in place changes in between. What goes on in the background is
-waited for before the next one.
+waited for before the next one. After so many seconds no further round begins, once there are two. Each round is told
+as a line of JSON as well.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -28,9 +32,7 @@ from torch.distributed.checkpoint import staging, state_dict_saver
 
 from recovery import snapshot, snapshot_memory
 
-TENSOR_BYTES = 64 << 20
-"""As a matrix of 4096 by 4096. Memory for tensors of less than 32 MiB is reused by malloc, which flatters copies that
-are made anew each time."""
+LEAST_ROUNDS = 2
 Way = Callable[[dict[str, Any], int], Callable[[], object]]
 """Saves a state of a step; what is given back waits for the rest of it."""
 
@@ -80,39 +82,67 @@ def made_ways(folder: Path, state: dict[str, Any]) -> dict[str, Way]:
         "async_save, defaults": async_save(),
         "async_save, BlockingAsyncStager": async_save(async_stager=staging.BlockingAsyncStager()),
     }
-    if hasattr(staging, "DefaultStager"):
-        shared = staging.DefaultStager(staging.StagingOptions(False, True, False, False))
-        ways["async_save, DefaultStager, shared memory"] = async_save(async_stager=shared)
-        process = state_dict_saver.AsyncCheckpointerType.PROCESS
-        ways["async_save, process"] = async_save(async_checkpointer_type=process)
-    return {**ways, **with_dlrover(folder)}
+
+    def staged(options: tuple[bool, bool, bool, bool]) -> Way:
+        if options[0] and not torch.cuda.is_available():
+            raise RuntimeError("memory is pinned for an accelerator, and there is none")
+        return async_save(async_stager=staging.DefaultStager(staging.StagingOptions(*options)))
+
+    for name, options in STAGINGS.items():
+        ways[f"async_save, DefaultStager, {name}"] = made_late(functools.partial(staged, options))
+    ways["async_save, process"] = made_late(
+        lambda: async_save(async_checkpointer_type=state_dict_saver.AsyncCheckpointerType.PROCESS)
+    )
+    ways["DLRover flash checkpoint, memory"] = made_late(lambda: with_dlrover(folder))
+    return ways
 
 
-def with_dlrover(folder: Path) -> dict[str, Way]:
+STAGINGS = {
+    "shared memory": (False, True, False, False),
+    "pinned memory": (True, False, False, False),
+    "its own defaults": (True, True, True, True),
+}
+"""Pinned and shared memory, in a thread, without waiting for copies."""
+
+
+def made_late(make: Callable[[], Way]) -> Way:
+    """Made when it is used first: what cannot be made here is told by its name, with the reason."""
+    made: list[Way] = []
+
+    def way(given: dict[str, Any], step: int) -> Callable[[], object]:
+        if not made:
+            made.append(make())
+        return made[0](given, step)
+
+    return way
+
+
+def with_dlrover(folder: Path) -> Way:
     """DLRover's flash checkpoint, where it is installed."""
-    try:
-        from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
-        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
+    from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
+    from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
 
-        checkpointer = DdpCheckpointer(str(folder / "dlrover"))
-    except Exception:
-        return {}
+    checkpointer = DdpCheckpointer(str(folder / "dlrover"))
 
     def way(given: dict[str, Any], step: int) -> Callable[[], object]:
         checkpointer.save_checkpoint(step, given, str(folder / f"dlrover-{step}.pt"), storage_type=StorageType.MEMORY)
         return nothing
 
-    return {"DLRover flash checkpoint, memory": way}
+    return way
 
 
-def measured(folder: Path, mib: int, rounds: int) -> dict[str, Any]:
-    count = max(1, (mib << 20) // TENSOR_BYTES)
-    model = {f"layer{number}": torch.randn(TENSOR_BYTES // 4) for number in range(count)}
+def measured(folder: Path, mib: int, tensor_mib: float, rounds: int, seconds: float) -> dict[str, Any]:
+    count = max(1, int(mib / tensor_mib))
+    model = {f"layer{number}": torch.randn(int(tensor_mib * (1 << 18))) for number in range(count)}
     state: dict[str, Any] = {"model": model, "step": 0}
     found: dict[str, Any] = {}
     ways = made_ways(folder, state)
-    step = 0
-    for _ in range(rounds + 1):  # the first one warms up
+    step, began_at = 0, time.monotonic()
+    for number in range(rounds + 1):  # the first one warms up
+        now = time.monotonic() - began_at
+        if number > LEAST_ROUNDS and now * (number + 1) / number > seconds:
+            break
+        print(json.dumps({"rounds": number, "seconds": round(now, 1)}), flush=True)
         for name, way in ways.items():
             if isinstance(found.get(name), str):
                 continue
@@ -134,12 +164,13 @@ def measured(folder: Path, mib: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    folder, mib, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, mib, tensor_mib = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    rounds, seconds = int(sys.argv[4]), float(sys.argv[5])
     slots = snapshot_memory.make_slots(1)
     files = ":".join(snapshot_memory.addresses(slots))
     os.environ.update({snapshot_memory.FILES_VARIABLE: files, "UNBROKEN_ATTEMPT": "1"})
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    ways = measured(folder, mib, rounds)
+    ways = measured(folder, mib, tensor_mib, rounds, seconds)
     print(json.dumps({"threads": torch.get_num_threads(), "torch": torch.__version__, "ways": ways}))
     sys.stdout.flush()
     os._exit(0)  # servers of the others that do not end

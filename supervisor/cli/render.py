@@ -127,6 +127,8 @@ def checkpoints(answer: dict[str, Any]) -> None:
     parts: list[RenderableType] = []
     if answer["restart"] is not None:
         parts.append(Text(restart_line(answer["restart"])))
+        if answer["restart"].get("after_node_loss"):
+            parts.append(Text(f"if a node were lost, {restart_line(answer['restart']['after_node_loss'])}"))
     if not answer["checkpoints"]:
         parts.append(Text(f"job {answer['name'] or '?'}: no checkpoint has been seen"))
     else:

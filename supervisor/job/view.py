@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
 
 from diagnosis.signals import clean_line, rank_names
 from diagnosis.stragglers import SLOWS
-from recovery.checkpoint import Checkpoint, judgement
+from recovery.checkpoint import Checkpoint, judgement, newest
 from recovery.cordon import Cordon, breaker_limit
 from recovery.snapshot_choice import NodeSnapshot
 from recovery.tiers import MIRRORS
@@ -315,10 +315,26 @@ def _restart(job: Parts, now: float, held: NodeSnapshot | None) -> RestartView |
     except Exception as error:
         return RestartView(path="", step=None, loses_steps=None, loses_s=None, why=clean_line(str(error)))
     path, at = (chosen.path, chosen.step) if chosen is not None else ("", None)
+    found = _resume(job, attempt, chosen, now)
     if held is not None and attempts.would_start_from(held, path, at):
         loses = None if attempt.newest_step is None else max(0, attempt.newest_step - held.step)
         age_s = round(max(0.0, now - held.at), 3)
-        return RestartView(path="", step=held.step, loses_steps=loses, loses_s=age_s, from_memory=True)
+        found = RestartView(path="", step=held.step, loses_steps=loses, loses_s=age_s, from_memory=True)
+    left = _left_without_a_node(job.tiers, known.candidates(attempt.members)) if job.tiers.are_on else chosen
+    after = _resume(job, attempt, left, now)
+    same = (after.path, after.step, after.why) == (found.path, found.step, found.why) and not found.from_memory
+    return found if same else msgspec.structs.replace(found, after_node_loss=after)
+
+
+def _left_without_a_node(tiers: Tiers, seen: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The newest good checkpoint of which all is on other nodes too, or published."""
+    good = (one for one in seen if one.complete and not one.suspect)
+    return newest(one for one in good if {"mirrored", "published"} & {*_where(one, tiers)})
+
+
+def _resume(job: Parts, attempt: Attempt, chosen: Checkpoint | None, now: float) -> RestartView:
+    """From storage."""
+    known = job.attempts.checkpoints
     seen = known.candidates(attempt.members)
     if chosen is None:
         doubt = any(one.in_doubt for one in seen)

@@ -6,6 +6,7 @@ Raises LaunchRefused or ConfigError with one sentence when something does not fi
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -96,12 +97,14 @@ class Prepared:
         _let_go(self.local, self.lease)
 
 
-def _slots(read: TorchrunCommand, environment: Mapping[str, str]) -> tuple[int, ...]:
-    """Two for each rank of this node. They take no memory before a script keeps a snapshot."""
+def _slots(read: TorchrunCommand, environment: Mapping[str, str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Two for each rank of this node, and what is to be said. They take no memory before a script keeps a snapshot."""
     try:
-        return tuple(make_slots(_processes(read.nproc_per_node, environment) or RANKS_EXPECTED))
-    except OSError:  # no memfds here: no snapshots
-        return ()
+        return tuple(make_slots(_processes(read.nproc_per_node, environment) or RANKS_EXPECTED)), ()
+    except OSError as error:
+        hint = ": raise `ulimit -n`" if error.errno == errno.EMFILE else ""
+        why = f"scripts cannot keep snapshots in memory on this node: memfd_create: {error.strerror}{hint}"
+        return (), (why,)
 
 
 def _let_go(local: LocalFolder, lease: Lease | None) -> None:
@@ -132,7 +135,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     lease: Lease | None = None
     try:
         lease = _lease(options, read, index, job_dir, holder_here(node, job_id, int(scheduler.get("requeues", 0))))
-        slots = _slots(read, environment)
+        slots, about_memory = _slots(read, environment)
         launcher_argv, launcher_env = _launcher(read, name, python, node, local.paths, environment)
         if options.traceable:
             launcher_env = {PROFILER_DAEMON: "1", **launcher_env}
@@ -164,7 +167,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         keeper_env=_keeper_env(read, environment),
         runs_controller=lease is not None and not has_service(job_dir, settings),
         others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
-        notices=(*read.notices, *about_tiers),
+        notices=(*read.notices, *about_tiers, *about_memory),
         local=local,
         lease=lease,
         slots=slots,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -185,6 +186,22 @@ def test_no_room_is_one_sentence_and_nothing_is_lost(
     assert capfd.readouterr().err.count("two copies of the state need") == 1
     assert equal(snapshot.Stager().stage(state_of(4, 1_000_000)), state_of(4, 1_000_000))
     assert sum(slot.allocated_bytes for slot in slots) < 1 << 20
+
+
+def test_a_limit_on_files_is_one_sentence_and_nothing_is_lost(
+    slots: list[snapshot_memory.Slot], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert snapshot.save(state_of(1), 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        kept = [snapshot.save(state_of(step, 1_000_000), step) for step in (2, 3)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert kept == [False, False]
+    assert steps(slots) == {1}
+    assert capfd.readouterr().err.count("ulimit -f") == 1
+    assert snapshot.save(state_of(4), 4)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_saves_are_compared_by_their_best_times() -> None:
         checkpoint_bench.DEFAULT: [0.4, 0.5],
         "another": "ImportError: no module",
     }
-    found = checkpoint_bench.summary({"threads": 1, "torch": "2", "ways": ways}, 1)
+    found = checkpoint_bench.summary({"threads": 1, "torch": "2", "ways": ways}, checkpoint_bench.Size(1))
     assert [row["copies"] for row in found["rows"]] == [1.0, 1.2, 4.0, None]
     assert found["rows"][-1]["why_not"] == ways["another"]
     assert [(round(goal["value"], 2), goal["met"]) for goal in found["goals"]] == [(1.2, True), (0.3, False)]
@@ -89,7 +89,7 @@ def test_saves_are_compared_by_their_best_times() -> None:
 
 @pytest.mark.slow
 def test_all_ways_to_save(tmp_path: Path) -> None:
-    found = checkpoint_bench.report(tmp_path, 64, 1, 1, print)
+    found = checkpoint_bench.report(tmp_path, checkpoint_bench.Size(64, 1.0), 1, 1, print)
     measured = {row["way"] for row in found["rows"] if row["best_s"] is not None}
     assert {checkpoint_bench.COPY, checkpoint_bench.OURS, checkpoint_bench.DEFAULT, "snapshot.save"} <= measured
 

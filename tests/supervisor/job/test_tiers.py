@@ -261,6 +261,15 @@ def test_the_view_says_where_checkpoints_are(cluster: Cluster) -> None:
     assert [(one.tier, one.step) for one in view.tiers] == [("local", 10), ("mirrored", 10)]
 
 
+def test_the_view_says_what_the_loss_of_a_node_would_cost(cluster: Cluster) -> None:
+    cluster.save(10)
+    assert cluster.driver.job.view().restart.after_node_loss is None
+    cluster.save(10, 20, mirrored=False)
+    cluster.driver.tell(m.CheckpointsSeen, node="a", checkpoints=(checkpoint(20), checkpoint(10)), folders=(HERE,))
+    restart = cluster.driver.job.view().restart
+    assert (restart.step, restart.after_node_loss.step) == (20, 10)
+
+
 def test_a_requeued_job_has_what_was_published(cluster: Cluster) -> None:
     cluster.save(10)
     cluster.tell("a", published=(PublishedSave(name="step-10", attempt=1, format="dcp", step=10),))

@@ -111,8 +111,12 @@ def test_a_restart_would_start_from_a_newer_snapshot_in_memory(running: Any) -> 
         restart = run.job.view(None, held).restart
         assert restart.from_memory == from_memory
         assert (restart.step, restart.path) == ((30, "") if from_memory else (step, f"/c/save{step}"))
+        after = restart.after_node_loss
         if from_memory:
             assert (restart.loses_steps, restart.loses_s) == (2, 60.0)
+            assert (after.step, after.path, after.loses_steps) == (step, f"/c/save{step}", 12)
+        else:
+            assert after is None
     run.tell(m.NumbersSeen, after=1, attempt=1, bad=True, step=33, ranks=(0,))
     late = msgspec.structs.replace(held, step=50, at=run.now + 1)
     assert not run.job.view(None, late).restart.from_memory
