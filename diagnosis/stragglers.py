@@ -10,11 +10,12 @@ always seems to wait: a rank with a late host is found, a rank with a slow GPU i
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from diagnosis.signals import RankSample
+from diagnosis.signals import RankClock, RankSample
 from diagnosis.taxonomy import FailureClass
 
 WORLD: Final = "0"
@@ -31,6 +32,8 @@ HALF: Final = 0.5
 """A rank that waits more than this share of what the others wait is no straggler."""
 SURE: Final = 4.5
 """Standard errors between a straggler and the others: among thousands of ranks one is 3 away by chance."""
+STARVED: Final = 0.1
+"""A slow rank that waits for data by this much more of its time than the others do is slow because of that."""
 AGREE: Final = 3
 """This many windows in a row must agree before a straggler is reported, and before it is over."""
 TOO_MANY: Final = 3
@@ -56,6 +59,22 @@ class Straggler(NamedTuple):
     """Share of each step."""
     since: float = 0.0
     """Unix seconds: the beginning of the first window that showed it."""
+    step_s: float = 0.0
+    """How long a step takes; 0: no rank has a step clock."""
+    starved: float = 0.0
+    """Share of its time that the slow rank waits for data, where that is what makes it slow."""
+
+
+class Price(NamedTuple):
+    """What the slow ranks cost: the step without them, and what all others lose."""
+
+    without_s: float
+    gpu_hours_a_day: float
+
+
+def price(step_s: float, cost: float, gpus: int) -> Price:
+    """`cost`: the share of each step for which the others wait. Each rank has one GPU."""
+    return Price(step_s * (1 - cost), cost * gpus * 24)
 
 
 class Looks(NamedTuple):
@@ -87,6 +106,7 @@ class StragglerWatch:
     def start(self, now: float) -> None:
         """A new attempt."""
         self._ranks: dict[int, _Rank] = {}
+        self._clocks: dict[int, RankClock] = {}
         self._began_at: float | None = None
         self._windows: deque[dict[int, Looks]] = deque(maxlen=WINDOWS)
         self._suspects: tuple[int, ...] = ()
@@ -111,6 +131,8 @@ class StragglerWatch:
             rank.last = completed
             rank.looks += 1
             rank.waiting += enqueued > completed
+            if sample.clock is not None:
+                self._clocks[sample.rank] = sample.clock
 
     def tick(self, now: float) -> Straggler | None:
         """A change: a rank holds the others up, or no longer does."""
@@ -139,7 +161,19 @@ class StragglerWatch:
         if self._agreed < AGREE or ranks == self._told:
             return None
         self._told = ranks
-        return Straggler(ranks, cost, self._since)
+        step_s, starved = self._by_clocks(ranks)
+        return Straggler(ranks, cost, self._since, step_s, starved)
+
+    def _by_clocks(self, slow: Collection[int]) -> tuple[float, float]:
+        """The time of a step, and how much of theirs the slow ranks wait for data if the others do not."""
+        steps = [clock.step_s for clock in self._clocks.values() if clock.step_s]
+        waits = {rank: clock.input_share for rank, clock in self._clocks.items() if clock.input_share is not None}
+        theirs = [share for rank, share in waits.items() if rank in slow]
+        others = [share for rank, share in waits.items() if rank not in slow]
+        step_s = statistics.median(steps) if steps else 0.0
+        if not theirs or not others or min(theirs) - statistics.median(others) < STARVED:
+            return step_s, 0.0
+        return step_s, min(theirs)
 
 
 def judge(windows: Sequence[Mapping[int, Looks]]) -> tuple[tuple[int, ...], float]:

@@ -591,6 +591,10 @@ class StragglersSeen(Event, frozen=True, kw_only=True, tag="stragglers_seen"):
     """Share of each step."""
     since: float = 0.0
     """Unix seconds."""
+    step_s: float = 0.0
+    """How long a step takes; 0: not known. (Journals of before have none.)"""
+    starved: float = 0.0
+    """Share of its time that the slow rank waits for data, where that is what makes it slow."""
 
 
 class LeavingNode(Frozen, frozen=True, kw_only=True):

@@ -213,7 +213,13 @@ class HeartbeatEvents:
         slow = self._stragglers.tick(now)
         if slow is not None:
             seen_slow = m.StragglersSeen(
-                at=now, attempt=self._attempt, ranks=slow.ranks, cost=round(slow.cost, 3), since=slow.since
+                at=now,
+                attempt=self._attempt,
+                ranks=slow.ranks,
+                cost=round(slow.cost, 3),
+                since=slow.since,
+                step_s=round(slow.step_s, 6),
+                starved=round(slow.starved, 3),
             )
             events.append(seen_slow)
         waits = self._inputs.tick(now)

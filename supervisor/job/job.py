@@ -670,6 +670,7 @@ class Job:
         before, self.stragglers = self.stragglers, event
         if event.ranks:
             text = view.slow_text(event, attempt.rank_nodes) + view.slow_why(self, event)
+            text += view.slow_price(event, attempt.world_size)
             yield note("stragglers", loud=True, what=text)
         elif before is not None and before.ranks:
             yield note("stragglers_gone", who=rank_names(before.ranks), one=len(before.ranks) == 1)

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from diagnosis.signals import clean_line, rank_names
-from diagnosis.stragglers import SLOWS
+from diagnosis.stragglers import SLOWS, price
 from recovery.checkpoint import Checkpoint, judgement, newest
 from recovery.cordon import Cordon, breaker_limit
 from recovery.snapshot_choice import NodeSnapshot
@@ -185,6 +185,24 @@ def slow_text(event: StragglersSeen, rank_nodes: Mapping[int, str] | None = None
     )
 
 
+def slow_price(event: StragglersSeen, gpus: int) -> str:
+    """`. Without it a step would take 0.81 s instead of 0.97 s: 16 %, 31 GPU-hours a day`, where steps are counted."""
+    one = len(event.ranks) == 1
+    because = f". {'It waits' if one else 'They wait'} for data {100 * event.starved:.0f} % of the time"
+    told = because if event.starved else ""
+    if not event.step_s or not gpus:
+        return told
+    cost = price(event.step_s, event.cost, gpus)
+    return (
+        f"{told}. Without {'it' if one else 'them'} a step would take {_step(cost.without_s)} instead of "
+        f"{_step(event.step_s)}: {100 * event.cost:.0f} %, {cost.gpu_hours_a_day:.{0 if cost.gpu_hours_a_day >= 10 else 1}f} GPU-hours a day"
+    )
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
 def slow_why(job: Parts, event: StragglersSeen) -> str:
     """`: its GPU 0000:c1:00 is slowed down by heat or power (...)`, where a check told something of a rank's GPU."""
     log = job.incidents.log
@@ -202,7 +220,7 @@ def _stragglers(job: Parts) -> StragglersView | None:
     attempt = job.attempts.live(event.attempt) if event is not None else None
     if event is None or not event.ranks or attempt is None:
         return None
-    text = slow_text(event, attempt.rank_nodes) + slow_why(job, event)
+    text = slow_text(event, attempt.rank_nodes) + slow_why(job, event) + slow_price(event, attempt.world_size)
     return StragglersView(ranks=event.ranks, cost_percent=round(100 * event.cost, 1), since=utc(event.since), text=text)
 
 

@@ -273,13 +273,20 @@ def test_a_rank_that_the_others_wait_for_is_told_and_forgotten_with_its_attempt(
         # Rank 1 computes for the whole of its step; the others wait for it a third of the time.
         waits = second % 3 == 0
         ranks = tuple(
-            sample(rank, step=second, groups={"0": (second + (waits and rank != 1), second)}) for rank in range(4)
+            sample(
+                rank,
+                step=second,
+                groups={"0": (second + (waits and rank != 1), second)},
+                clock=RankClock(steps=second, step_s=1.0, input_share=0.3 if rank == 1 else 0.01),
+            )
+            for rank in range(4)
         )
         told += nodes.beat(float(second), attempt=1, ranks=ranks)
         told += nodes.tick(second, second + 1)
     (slow,) = (event for event in told if isinstance(event, m.StragglersSeen))
     assert (slow.attempt, slow.ranks, slow.since) == (1, (1,), pytest.approx(1.0, abs=2))
     assert slow.cost == pytest.approx(1 / 3, abs=0.03)
+    assert (slow.step_s, slow.starved) == (1.0, 0.3)
     assert not {"HangSuspected", "HangConfirmed"}.intersection(kinds(told))
 
 

@@ -57,6 +57,22 @@ def test_who_holds_the_others_up_is_told_and_shown_and_changes_nothing(running: 
     assert run.job.view().stragglers is None
 
 
+def test_what_a_slow_rank_costs_is_told_with_it(running: Any) -> None:
+    run = running("a", "b")
+    (told,) = (
+        one
+        for one in run.tell(
+            m.StragglersSeen, attempt=1, ranks=(1,), cost=0.165, since=50_520.0, step_s=0.97, starved=0.4
+        )
+        if isinstance(one, m.Note)
+    )
+    for figure in ("40 %", "0.81 s", "0.97 s", "16 %", "7.9 GPU-hours a day"):
+        assert figure in text_of(told)
+    view = run.job.view().stragglers
+    assert view is not None
+    assert view.text == text_of(told)
+
+
 def test_what_is_known_of_a_slow_ranks_gpu_is_told_with_it(running: Any) -> None:
     run = running("a", "b")
     hot = Finding(
