@@ -193,9 +193,10 @@ def slow_price(event: StragglersSeen, gpus: int) -> str:
     if not event.step_s or not gpus:
         return told
     cost = price(event.step_s, event.cost, gpus)
+    lost = cost.gpu_hours_a_day
     return (
         f"{told}. Without {'it' if one else 'them'} a step would take {_step(cost.without_s)} instead of "
-        f"{_step(event.step_s)}: {100 * event.cost:.0f} %, {cost.gpu_hours_a_day:.{0 if cost.gpu_hours_a_day >= 10 else 1}f} GPU-hours a day"
+        f"{_step(event.step_s)}: {100 * event.cost:.0f} %, {lost:.{0 if lost >= 10 else 1}f} GPU-hours a day"
     )
 
 
