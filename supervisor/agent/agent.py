@@ -274,7 +274,7 @@ class NodeAgent:
         self._launcher = LauncherSocket(state, self._health.release_gpus)
         self._evidence = EvidenceCollector(state, self._ranks, self._health.current_findings)
         self._mover = MoverRunner(state, self._checkpoints)
-        self._tracer = Tracer(state)
+        self._tracer = Tracer(state, self._ranks)
         self._actions = ActionRunner(
             state, self._keeper, self._launcher, self._evidence, self._checkpoints, self._mover, self._tracer
         )
@@ -417,6 +417,7 @@ class NodeAgent:
         self._look_at_front()
         self._snapshots.look()
         self._low_priority_work(workers)
+        self._tracer.watch_input(now)
         self._looked_at = now
         self._next_look = now + (LOOK_EVERY_BACKLOG_S if backlog else self._look_pause_s(now))
 

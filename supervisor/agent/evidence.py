@@ -296,26 +296,31 @@ async def _stacks(workers: Sequence[WorkerProcess], sample: int, deadline_s: flo
 
 
 async def _stack(worker: WorkerProcess, sample: int, deadline_s: float) -> RankStack:
-    command = (f"{sysconfig.get_path('scripts')}/py-spy", "dump", "--json", "--nonblocking", "--pid", str(worker.pid))
+    out, problem = await dump_stack(worker.pid, deadline_s)
+    if problem:
+        return RankStack(rank=worker.rank, frames=(), sample=sample, error=problem)
+    stack = parse(worker.rank, out, sample=sample, waits=lambda tid: thread_waits_for_ever(worker.pid, tid))
+    return msgspec.structs.replace(stack, sends=True) if sends(worker.pid) else stack
+
+
+async def dump_stack(pid: int, deadline_s: float) -> tuple[bytes, str]:
+    """The stacks of a process as py-spy writes them, or why there are none. It is not stopped."""
+    command = (f"{sysconfig.get_path('scripts')}/py-spy", "dump", "--json", "--nonblocking", "--pid", str(pid))
     try:
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
     except OSError as error:
-        return RankStack(rank=worker.rank, frames=(), sample=sample, error=f"py-spy cannot be started: {error}")
+        return b"", f"py-spy cannot be started: {error}"
     try:
         async with timeout(deadline_s):
             out, err = await process.communicate()
     except asyncio.TimeoutError:
         process.kill()
-        return RankStack(
-            rank=worker.rank, frames=(), sample=sample, error=f"py-spy gave no answer in {deadline_s:.1f} s"
-        )
+        return b"", f"py-spy gave no answer in {deadline_s:.1f} s"
     if process.returncode:
-        reason = clean_text(err.decode(errors="replace").strip().split("\n")[0], 200)
-        return RankStack(rank=worker.rank, frames=(), sample=sample, error=reason or "py-spy failed")
-    stack = parse(worker.rank, out, sample=sample, waits=lambda tid: thread_waits_for_ever(worker.pid, tid))
-    return msgspec.structs.replace(stack, sends=True) if sends(worker.pid) else stack
+        return b"", clean_text(err.decode(errors="replace").strip().split("\n")[0], 200) or "py-spy failed"
+    return out, ""
 
 
 # ----- flight recorders -----

@@ -18,13 +18,15 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Final
 
 import msgspec
 
 from diagnosis.signals import Frozen, clean_line
+from supervisor.agent.input_sampling import InputWatch, RankInput, look_at
+from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.blocking import BlockingCalls
 from supervisor.errors import InternalError
@@ -51,6 +53,8 @@ FREE_BYTES: Final = 1 << 30
 MOST_FILES: Final = 64
 """Of one node in one attempt, in the job folder."""
 COPY_S: Final = 120.0
+MOST_LOADERS: Final = 4
+"""Of ranks of a node whose loaders are looked at for one request."""
 TAIL: Final = 4096
 
 log = logging.getLogger("unbroken.agent")
@@ -72,6 +76,7 @@ class TraceAnswer(Frozen, frozen=True, kw_only=True):
     node: str
     attempt: int
     ranks: tuple[TracedRank, ...] = ()
+    inputs: tuple[RankInput, ...] = ()
     problem: str = ""
 
 
@@ -82,8 +87,10 @@ class NoTrace(InternalError):
 class Tracer:
     """`listen` once; then `answer` carries out one request after the other."""
 
-    def __init__(self, state: AgentState, name: bytes = NAME) -> None:
+    def __init__(self, state: AgentState, ranks: RankMonitor, name: bytes = NAME) -> None:
         self._state = state
+        self._ranks = ranks
+        self._input_watch = InputWatch()
         self._name = name
         self._socket: socket.socket | None = None
         self._orders: dict[int, bytes] = {}
@@ -166,14 +173,41 @@ class Tracer:
         folder = Path(self._state.plan.job_dir) / "attempts" / str(attempt) / self._state.plan.node
         answer = TraceAnswer(node=self._state.plan.node, attempt=attempt)
         try:
-            ranks = await self._steps(request, folder)
-            answer = msgspec.structs.replace(answer, ranks=tuple(ranks))
+            if request.what == "input":
+                answer = msgspec.structs.replace(answer, inputs=await self._inputs(request.ranks))
+            else:
+                answer = msgspec.structs.replace(answer, ranks=tuple(await self._steps(request, folder)))
         except NoTrace as error:
             answer = msgspec.structs.replace(answer, problem=str(error))
         try:
             await self._files.run(lambda: _write_answer(folder / f"trace-{request.name}.json", answer), COPY_S)
         except (OSError, asyncio.TimeoutError) as error:
             log.error("the answer to a request for traces cannot be written: %s", error)
+
+    # ----- the input -----
+
+    def watch_input(self, now: float) -> None:
+        """A rank that has waited long for its data is looked at, and told about, once in an attempt."""
+        samples = self._ranks.samples()
+        rank = self._input_watch.look(now, self._ranks.attempt, samples)
+        if rank is not None:
+            self._state.work.start("input", self._tell_input(rank), wakes=False)
+
+    async def _tell_input(self, rank: int) -> None:
+        for found in await self._inputs((rank,)):
+            more = f". {found.advice[0]}" if found.advice else ""
+            self._state.notices.report(clean_line(f"{found.text}{more} (`unbroken trace --input`)"))
+
+    async def _inputs(self, ranks: Collection[int]) -> tuple[RankInput, ...]:
+        clocks = {sample.rank: sample.clock for sample in self._ranks.samples()}
+        living = self._living()
+        found = []
+        for worker in [one for one in living if one.rank in ranks][:MOST_LOADERS]:  # one after the other: it costs CPU
+            clock = clocks.get(worker.rank)
+            found.append(await look_at(worker, clock.input_share if clock is not None else None, len(living)))
+        return tuple(found)
+
+    # ----- traces -----
 
     async def _steps(self, request: TraceRequest, folder: Path) -> list[TracedRank]:
         if not self.listen():

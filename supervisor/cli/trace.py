@@ -47,9 +47,16 @@ def _ranks(_: click.Context, parameter: click.Parameter, value: str | None) -> t
 @click.option("--ranks", callback=_ranks, metavar="R,R-R", help="Ask these ranks.  [a few, the slow ones among them]")
 @click.option("--steps", type=click.IntRange(1, 100), default=3, metavar="N", help="Trace N whole steps.  [3]")
 @click.option("--wait", "wait_s", type=click.IntRange(1, 600), default=60, metavar="S", help="Wait S seconds.  [60]")
+@click.option("--input", "of_input", is_flag=True, help="Say which stage of loading data is slow; works in every job.")
 @job_options
 def trace(
-    job: JobHandle, as_json: bool, files: tuple[Path, ...], ranks: tuple[int, ...], steps: int, wait_s: int
+    job: JobHandle,
+    as_json: bool,
+    files: tuple[Path, ...],
+    ranks: tuple[int, ...],
+    steps: int,
+    wait_s: int,
+    of_input: bool,
 ) -> None:
     """Say where the time of a step goes, rank by rank.
 
@@ -57,8 +64,10 @@ def trace(
     With FILE, what is there is read: Kineto traces of ranks, a folder of them, or one timeline of operations (Parquet
     or CSV): then what the slow operations cost.
     """
+    if files and of_input:
+        raise click.UsageError("--input asks a running job: it takes no FILE")
     if not files:
-        _ask(job, Order(what="", ranks=ranks, steps=steps, wait_s=wait_s), as_json)
+        _ask(job, Order(what="--input" if of_input else "", ranks=ranks, steps=steps, wait_s=wait_s), as_json)
         return
     from supervisor.diagnose.traces import TraceUnreadable, is_timeline, trace_files
 
@@ -108,6 +117,12 @@ def _ask(job: JobHandle, order: Order, as_json: bool) -> None:
     attempt = job.folder / "attempts" / str(status["attempt"])
     answers = _awaited(attempt, name, nodes, order.wait_s + GRACE_S)
     problems = _problems(answers, nodes)
+    if order.what:
+        found = sorted((rank for one in answers for rank in one.get("inputs", ())), key=lambda one: int(one["rank"]))
+        for problem in problems:
+            warn(problem)
+        print_answer({"schema": 1, "ranks": found, "problems": problems}, as_json, _show_inputs)
+        return
     files = [
         attempt / one["node"] / rank["file"] for one in answers for rank in one.get("ranks", ()) if rank.get("file")
     ]
@@ -118,6 +133,18 @@ def _ask(job: JobHandle, order: Order, as_json: bool) -> None:
     print_answer({**summary(files), "problems": problems}, as_json, show)
     if not as_json:
         click.echo(f"The traces are in {attempt}; open them in Perfetto (ui.perfetto.dev)")
+
+
+def _show_inputs(answer: dict[str, Any]) -> None:
+    from supervisor.agent.input_sampling import RankInput
+
+    told: set[str] = set()
+    for one in (msgspec.convert(rank, RankInput) for rank in answer["ranks"]):
+        click.echo(one.text)
+        for line in one.advice:
+            if line not in told:
+                click.echo(f"  {line}")
+            told.add(line)
 
 
 def _chosen(ranks: Sequence[int], slow: Sequence[int] | None) -> tuple[int, ...]:

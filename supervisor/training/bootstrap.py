@@ -127,6 +127,14 @@ def allow_tracing() -> None:
         return
     try:
         prctl(PR_SET_PTRACER, -1)
+        os.register_at_fork(after_in_child=_allow_quietly)  # workers of its data loaders
+    except Exception:
+        pass
+
+
+def _allow_quietly() -> None:
+    try:
+        prctl(PR_SET_PTRACER, -1)
     except Exception:
         pass
 

@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from diagnosis import rules
 from supervisor.agent import tracing
+from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.agent.tracing import HEADER, TraceAnswer, Tracer
 from supervisor.keeper_client import KeeperState, WorkerProcess
@@ -71,7 +73,7 @@ def run(make_state: MakeState, work: Callable[[Tracer, Rank, Path], Coroutine[An
         worker = WorkerProcess(pid=os.getpid(), rank=0, local_rank=0, attempt=1)
         state.keeper = KeeperState(ready=True, workers=(worker,))
         name = b"\0test" + secrets.token_hex(8).encode() + b"\0"
-        tracer = Tracer(state, name)
+        tracer = Tracer(state, RankMonitor(state.paths, rules.default(), {}), name)
         assert tracer.listen()
         try:
             await asyncio.wait_for(work(tracer, Rank(name), Path(state.plan.job_dir) / "attempts/1/n1"), 60)
