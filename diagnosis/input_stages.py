@@ -30,7 +30,7 @@ _QUEUE = re.compile(r"multiprocessing/(?:queues|connection)\.py$|/selectors\.py$
 _OF_LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib/python3[.\d]*/|^<|/torch/utils/data/")
 
 
-class Frame(NamedTuple):
+class LoaderFrame(NamedTuple):
     function: str
     file: str
     line: int
@@ -43,13 +43,13 @@ class Frame(NamedTuple):
         return (f"{told} | {self.source}" if self.source else told)[:TEXT_LENGTH]
 
 
-class Sample(NamedTuple):
-    frames: tuple[Frame, ...]
+class LoaderSample(NamedTuple):
+    frames: tuple[LoaderFrame, ...]
     """Innermost first."""
     waits_for: WaitsFor = ""
 
 
-class Row(NamedTuple):
+class InputStage(NamedTuple):
     stage: str
     what: str
     pattern: re.Pattern[str]
@@ -75,17 +75,17 @@ class InputProfile(NamedTuple):
 
 
 ROWS: Final = tuple(
-    Row(row["stage"], row["what"], re.compile(row["pattern"]), row["advice"])
+    InputStage(row["stage"], row["what"], re.compile(row["pattern"]), row["advice"])
     for row in load("diagnosis", "input_stages.toml")["stage"]
 )
 _READING = next(row for row in ROWS if row.stage == "read")
 _FETCHING = next(row for row in ROWS if row.stage == "network")
-_OWN = Row(
+_OWN = InputStage(
     "own code", "", re.compile(r"(?!)"), "look at that function, do the work once before training, or use more workers"
 )
 
 
-def read_stack(dump: bytes) -> tuple[Frame, ...]:
+def read_stack(dump: bytes) -> tuple[LoaderFrame, ...]:
     """The thread of `py-spy dump --json` that loads data; empty: none does."""
     try:
         threads = msgspec.json.decode(dump)
@@ -98,14 +98,14 @@ def read_stack(dump: bytes) -> tuple[Frame, ...]:
     return ()
 
 
-def _frame(raw: dict[str, Any]) -> Frame:
+def _frame(raw: dict[str, Any]) -> LoaderFrame:
     file = raw.get("filename") or raw.get("short_filename") or ""
-    return Frame(clean_line(str(raw.get("name", "")), 120), clean_line(str(file), 200), int(raw.get("line") or 0))
+    return LoaderFrame(clean_line(str(raw.get("name", "")), 120), clean_line(str(file), 200), int(raw.get("line") or 0))
 
 
-def stage_of(sample: Sample) -> tuple[Row, str] | None:
+def stage_of(sample: LoaderSample) -> tuple[InputStage, str] | None:
     """The row, and the stage in words; None: the worker waits for something to do."""
-    inner: list[Frame] = []
+    inner: list[LoaderFrame] = []
     for frame in sample.frames:
         if _WORKER.search(frame.file) or _FETCHER.search(frame.file):
             break
@@ -129,11 +129,11 @@ def stage_of(sample: Sample) -> tuple[Row, str] | None:
     return _OWN, f"{place.function} ({_base(place.file)})"
 
 
-def _in(own: Frame | None) -> str:
+def _in(own: LoaderFrame | None) -> str:
     return f", in {own.function} ({_base(own.file)})" if own is not None else ""
 
 
-def _library(frame: Frame) -> str:
+def _library(frame: LoaderFrame) -> str:
     """` (PIL)`: whose code it is."""
     found = re.search(r"/(?:site|dist)-packages/([A-Za-z0-9_]+)", frame.file)
     if found:
@@ -146,9 +146,9 @@ def _base(file: str) -> str:
     return file.rpartition("/")[2]
 
 
-def profile(samples: Iterable[Sample]) -> InputProfile:
+def profile(samples: Iterable[LoaderSample]) -> InputProfile:
     """What the workers do, the largest part first."""
-    count, counted, rows = 0, Counter[str](), dict[str, Row]()
+    count, counted, rows = 0, Counter[str](), dict[str, InputStage]()
     for sample in samples:
         if not sample.frames:
             continue

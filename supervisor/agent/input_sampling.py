@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from diagnosis import input_stages
-from diagnosis.input_stages import MUCH, Frame, InputProfile, Sample, WaitsFor, read_stack
+from diagnosis.input_stages import MUCH, InputProfile, LoaderFrame, LoaderSample, WaitsFor, read_stack
 from diagnosis.signals import Frozen, RankSample, clean_line
 from supervisor.agent.evidence import dump_stack
 from supervisor.agent.procfs import descendants
@@ -47,7 +47,7 @@ CALLS: Final[Mapping[str, Mapping[int, str]]] = {
 """Machine -> number of a system call -> what it reads from: a descriptor, a socket, a file system by name."""
 
 
-class StageTold(Frozen, frozen=True, kw_only=True):
+class SlowStage(Frozen, frozen=True, kw_only=True):
     stage: str
     what: str
     share: float
@@ -64,7 +64,7 @@ class RankInput(Frozen, frozen=True, kw_only=True):
     samples: int = 0
     idle: float = 0.0
     """Share of the samples in which a worker had nothing to do."""
-    stages: tuple[StageTold, ...] = ()
+    stages: tuple[SlowStage, ...] = ()
     advice: tuple[str, ...] = ()
     problem: str = ""
 
@@ -84,7 +84,7 @@ class RankInput(Frozen, frozen=True, kw_only=True):
         return f"{waits}{first.share:.0%} of {whose} is {first.what}{others}"
 
 
-class InputWatch:
+class LoaderWatch:
     """Which rank has waited much for its data, and long. Pure."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class InputWatch:
 
 
 async def look_at(worker: WorkerProcess, input_share: float | None, ranks_here: int) -> RankInput:
-    """Sample the loader of a rank. Takes some seconds; raises nothing."""
+    """LoaderSample the loader of a rank. Takes some seconds; raises nothing."""
     began = RankInput(rank=worker.rank, input_share=input_share)
     try:
         workers, found = await _samples(worker.pid)
@@ -124,7 +124,7 @@ async def look_at(worker: WorkerProcess, input_share: float | None, ranks_here: 
         return msgspec.structs.replace(began, problem=found)
     cpus = _cpus(worker.pid) / max(1, ranks_here)
     told = input_stages.advice(found, workers, cpus, psutil.virtual_memory().available)
-    stages = tuple(StageTold(stage=one.stage, what=one.what, share=round(one.share, 4)) for one in found.stages)
+    stages = tuple(SlowStage(stage=one.stage, what=one.what, share=round(one.share, 4)) for one in found.stages)
     return msgspec.structs.replace(
         began, workers=workers, samples=found.samples, idle=round(found.idle, 4), stages=stages, advice=told
     )
@@ -139,13 +139,13 @@ async def _samples(pid: int) -> tuple[int, InputProfile | str]:
     problem = first[0][1] if loaders else next((why for _, why in first[1:] if why), first[0][1])
     limit, sources = asyncio.Semaphore(AT_ONCE), _Sources()
 
-    async def look(one: int) -> Sample:
+    async def look(one: int) -> LoaderSample:
         async with limit:
             waits_for = _waits_for(one)
             frames, _ = await _dump(one)
-            return Sample(tuple(map(sources.add, frames)), waits_for)
+            return LoaderSample(tuple(map(sources.add, frames)), waits_for)
 
-    found: list[Sample] = []
+    found: list[LoaderSample] = []
     for number in range(SAMPLES):
         until = time.monotonic() + EVERY_S
         found += await asyncio.gather(*map(look, chosen))
@@ -158,7 +158,7 @@ async def _samples(pid: int) -> tuple[int, InputProfile | str]:
     return len(loaders), profile
 
 
-async def _dump(pid: int) -> tuple[tuple[Frame, ...], str]:
+async def _dump(pid: int) -> tuple[tuple[LoaderFrame, ...], str]:
     """The frames of the thread that loads, or why there are none."""
     out, problem = await dump_stack(pid, DUMP_S)
     return read_stack(out), problem
@@ -201,7 +201,7 @@ class _Sources:
         self._lines: dict[tuple[str, int], str] = {}
         self._files: dict[str, list[str]] = {}
 
-    def add(self, frame: Frame) -> Frame:
+    def add(self, frame: LoaderFrame) -> LoaderFrame:
         key = (frame.file, frame.line)
         if key not in self._lines:
             if len(self._lines) > 500:
@@ -209,7 +209,7 @@ class _Sources:
             self._lines[key] = self._read(frame)
         return frame._replace(source=self._lines[key])
 
-    def _read(self, frame: Frame) -> str:
+    def _read(self, frame: LoaderFrame) -> str:
         if not frame.file.startswith("/") or not frame.file.endswith(".py"):
             return ""
         lines = self._files.get(frame.file)

@@ -25,7 +25,7 @@ from typing import IO, Final
 import msgspec
 
 from diagnosis.signals import Frozen, clean_line
-from supervisor.agent.input_sampling import InputWatch, RankInput, look_at
+from supervisor.agent.input_sampling import LoaderWatch, RankInput, look_at
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.blocking import BlockingCalls
@@ -90,7 +90,7 @@ class Tracer:
     def __init__(self, state: AgentState, ranks: RankMonitor, name: bytes = NAME) -> None:
         self._state = state
         self._ranks = ranks
-        self._input_watch = InputWatch()
+        self._input_watch = LoaderWatch()
         self._name = name
         self._socket: socket.socket | None = None
         self._orders: dict[int, bytes] = {}

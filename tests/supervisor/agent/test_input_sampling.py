@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from diagnosis.signals import RankClock, RankSample
-from supervisor.agent.input_sampling import LONG_S, LOOK_EVERY_S, InputWatch, RankInput, look_at
+from supervisor.agent.input_sampling import LONG_S, LOOK_EVERY_S, LoaderWatch, RankInput, look_at
 from supervisor.keeper_client import WorkerProcess
 
 SCRIPT = """
@@ -138,7 +138,7 @@ def samples(shares: dict[int, float]) -> list[RankSample]:
     ]
 
 
-def looks(watch: InputWatch, shares: dict[int, float], begin: float, end: float, attempt: int = 1) -> list[int]:
+def looks(watch: LoaderWatch, shares: dict[int, float], begin: float, end: float, attempt: int = 1) -> list[int]:
     found = []
     now = begin
     while now <= end:
@@ -149,14 +149,14 @@ def looks(watch: InputWatch, shares: dict[int, float], begin: float, end: float,
 
 
 def test_who_waits_long_is_looked_at_once_in_an_attempt() -> None:
-    watch = InputWatch()
+    watch = LoaderWatch()
     assert looks(watch, {0: 0.1, 1: 0.3, 2: 0.5}, 0.0, LONG_S - LOOK_EVERY_S) == []
     assert looks(watch, {0: 0.1, 1: 0.3, 2: 0.5}, LONG_S, 3 * LONG_S) == [2]
     assert looks(watch, {0: 0.4}, 3 * LONG_S, 5 * LONG_S, attempt=2) == [0]
 
 
 def test_who_waited_only_for_a_while_is_not() -> None:
-    watch = InputWatch()
+    watch = LoaderWatch()
     assert looks(watch, {0: 0.5}, 0.0, LONG_S / 2) == []
     assert looks(watch, {0: 0.1}, LONG_S / 2, LONG_S) == []
     assert looks(watch, {0: 0.5}, LONG_S, 1.5 * LONG_S) == []
