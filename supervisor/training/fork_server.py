@@ -294,7 +294,7 @@ class ForkServer:
             raise Unfit("the script's filters of warnings came before those of the imports, or between them")
         self.warned = "".join(guard.warned)
         if self.warned and (theirs != filters or len(self.warned) > MOST_WARNED):
-            raise Unfit(f"the imports warn, and the script has filters of its own: {self.warned[:200]}")
+            raise Unfit(f"the imports warn, and the script filters warnings: {self.warned[:200]}")
 
     def judge_modules(self, new: dict[str, Any], began: float) -> None:
         installed, standard = tuple(imports.installed_folders()), tuple(imports.standard_folders())
