@@ -293,6 +293,8 @@ class Assignment(Frozen, frozen=True, kw_only=True, tag="assignment"):
     ask: SwapSignal = ""
     """The signal with which the ranks are asked for a checkpoint (once for each `ask_number`)."""
     ask_number: int = 0
+    save_awaited: bool = False
+    """A node leaves as soon as a checkpoint is complete: look for one more often."""
     evidence_seen: int = -1
     """Highest evidence number of this attempt that arrived; -1 for none (0 is the crash evidence)."""
     findings_seen: int = 0

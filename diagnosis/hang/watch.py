@@ -29,7 +29,8 @@ FACTOR: Final = 5.0
 GRANULARITY_S: Final = 1.0
 """By how much the age of a sample overstates a gap (the beacon's period and the agent's)."""
 EARLY_FLOOR_S: Final = 0.5
-"""A step is seen so much late: the beacon's period."""
+"""A step is seen so much late: the beacon's period. The step clock has no such delay."""
+EARLY_FLOOR_CLOCK_S: Final = 0.2
 
 
 class Pace:
@@ -326,16 +327,17 @@ class HangWatch:
         if self._complete:
             return
         still: dict[int, float] = {}
+        limit = 0.0
         for number in sorted(self._failing.keys() & self._ranks.keys()):
             rank = self._ranks[number]
             quiet_s, slow_s = rank.seen_at - rank.moved_at, rank.slow_step_s
             busy = rank.stopped or rank.sample.phase or not rank.fresh(now)
-            if slow_s is not None and not busy and quiet_s >= slow_s + EARLY_FLOOR_S:
-                still[number] = quiet_s
+            floor_s = EARLY_FLOOR_CLOCK_S if rank.sample.clock is not None else EARLY_FLOOR_S
+            if slow_s is not None and not busy and quiet_s >= slow_s + floor_s:
+                still[number], limit = quiet_s, slow_s + floor_s
         if not still:
             return
         first, seconds = next(iter(still)), max(still.values())
-        limit = (self._ranks[first].slow_step_s or 0.0) + EARLY_FLOOR_S
         why = f"no step for {seconds:.1f} s, longer than any of late, after a fatal finding on {rank_names(still)}"
         why = f"{why}: {self._failing[first]}"
         if self._suspicion is None:

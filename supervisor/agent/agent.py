@@ -223,6 +223,11 @@ LOOK_EVERY_CALM_S = 0.75
 """While the ranks make progress: what is shown of them is less than a second old. To wake up costs most of a look."""
 LOOK_EVERY_AT_START_S = 0.1
 """Until the first sign of progress, so that the end of a recovery is seen when it comes."""
+LOOK_EVERY_CLOSELY_S = 0.1
+CLOSELY_S = 30.0
+"""So long after a finding after which no further step is expected: whether there is one decides what is done."""
+LOOK_EVERY_AWAITING_S = 0.25
+"""While a node is to leave with the next checkpoint."""
 LOOK_EVERY_BACKLOG_S = 0.01
 """While much of the ranks' output waits to be read."""
 START_S = 30.0
@@ -294,6 +299,8 @@ class NodeAgent:
 
         # When it wakes. Monotonic times.
         self._looked_at = self._next_look = self._last_heartbeat = 0.0
+        self._close_until = 0.0
+        """Until then it looks closely."""
         self._progressed = 0
         """The newest attempt that has shown progress."""
         self._handled: KeeperState | None = None
@@ -347,9 +354,18 @@ class NodeAgent:
 
     def _look_pause_s(self, now: float) -> float:
         """Seconds to the next look."""
+        if now < self._close_until:
+            return LOOK_EVERY_CLOSELY_S
         if self._progressed != self._ranks.attempt:
             return LOOK_EVERY_AT_START_S if now - self._state.joined_at < START_S else LOOK_EVERY_S
+        if self._looks_closely(now):
+            return LOOK_EVERY_AWAITING_S
         return LOOK_EVERY_CALM_S if self._is_calm(now) else LOOK_EVERY_S
+
+    def _looks_closely(self, now: float) -> bool:
+        """What is seen next decides what the job does."""
+        assignment = self._state.assignment
+        return now < self._close_until or (assignment is not None and assignment.save_awaited)
 
     def _is_calm(self, now: float) -> bool:
         """The attempt has made progress for some time, and the controller gets to know of it.
@@ -382,6 +398,7 @@ class NodeAgent:
         state.assignment = message
         saved.epoch = message.epoch
         self._checkpoints.follow(message.checkpoint_folders)
+        self._checkpoints.wait_for_save(message.save_awaited)
         self._checkpoints.leads = message.round is None or message.round.leader == state.plan.node
         self._drain_requests.follow(message.drain_request)
         self._evidence.acknowledge(message)
@@ -433,6 +450,8 @@ class NodeAgent:
         found.extend(kernel)
         found.extend(self._health.take())
         self._state.findings.add(found)
+        if any(one.outlook == "fails" for one in found):
+            self._close_until = time.monotonic() + CLOSELY_S
         if found or news:
             self._state.wakeup.set()
         return backlog
@@ -518,7 +537,8 @@ class NodeAgent:
         state = self._state
         if state.keeper is not self._handled:
             return  # it changed meanwhile: handle that first, the wakeup is set
-        pause_s = HEARTBEATS_APART_S if self._looked_at >= now else HEARTBEAT_EVERY_S
+        apart_s = LOOK_EVERY_CLOSELY_S if self._looks_closely(now) else HEARTBEATS_APART_S
+        pause_s = apart_s if self._looked_at >= now else HEARTBEAT_EVERY_S
         if state.wakeup.is_set or now >= self._last_heartbeat + pause_s:
             state.wakeup.clear()
             self._link.post(self._heartbeat.build())

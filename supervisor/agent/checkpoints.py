@@ -250,6 +250,8 @@ class JobRecord:
 SCAN_EVERY_S = 1.0
 """When the ranks have ended there is one more scan (`scan_now`)."""
 AT_START_EVERY_S, START_S = 0.5, 30.0
+AWAITED_EVERY_S = 0.25
+"""A node leaves with the next checkpoint: each moment until it is seen is done again."""
 IDLE_EVERY_S, LIVELY_S = 3.0, 60.0
 """Idle: no checkpoint has come or changed for so long."""
 REST_EVERY_S = 9.0
@@ -304,6 +306,8 @@ class CheckpointMonitor:
         self._scanning_since: float | None = None
         self._early_scan_at = float("inf")
         """From when on a rank that writes is a reason to scan before the pause is over."""
+        self._awaited = False
+        """The job waits for the next checkpoint."""
         self._scans = 0
         self._ranks_since = self._changed_at = time.monotonic()
         self._found: tuple[tuple[Checkpoint, ...], tuple[Path, ...]] | None = None
@@ -351,6 +355,12 @@ class CheckpointMonitor:
         if since is not None and now - since > 30:
             self.problem = "looking for checkpoints has taken over 30 s: is the file system answering?"
 
+    def wait_for_save(self, awaited: bool) -> None:
+        """The job waits for the next checkpoint, or not any more."""
+        if awaited and not self._awaited:
+            self._scan_requested.set()
+        self._awaited = awaited
+
     async def scan_now(self) -> None:
         """One whole scan, after the one under way: what is there once the ranks are gone. Waits two seconds at most."""
         self._writing, self._at_rest = {}, True
@@ -393,6 +403,8 @@ class CheckpointMonitor:
                 self._scan_requested.wait(max(pause_s, cpu_pause_s))
 
     def _pause_s(self, now: float) -> float:
+        if self._awaited:
+            return AWAITED_EVERY_S
         if now - self._ranks_since < START_S:
             return AT_START_EVERY_S
         idle = now - max(self._ranks_since, self._changed_at) > LIVELY_S

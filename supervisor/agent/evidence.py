@@ -191,7 +191,7 @@ class EvidenceCollector:
         alive = [worker for worker in workers if worker.alive]
         flights = asyncio.gather(*(flight_of(worker, paths, until) for worker in alive)) if request.flight else None
         stacks = await _stacks(alive, 0, STACK_DEADLINE_S)
-        complete = min(BETWEEN_SAMPLES_S, budget_s - (time.monotonic() - began) - 0.2) > 0
+        complete = budget_s - 0.2 > max(BETWEEN_SAMPLES_S, time.monotonic() - began)
         if complete:
             await asyncio.sleep(max(0.0, BETWEEN_SAMPLES_S - (time.monotonic() - began)))
             left = budget_s - (time.monotonic() - began) - 0.2

@@ -139,6 +139,7 @@ class Assignments:
         return msgspec.structs.replace(
             common,
             space=wanted,
+            save_awaited=self._nodes.save_awaited,
             round=None if attempt.adopted else attempt.round,  # where its ranks met is not known, nor needed
             resume=attempt.resume,
             paused=(core.paused or wanted is not None) and core.state == "RECOVERING",
@@ -175,7 +176,9 @@ class Assignments:
         )
         if member:
             return own
-        return msgspec.structs.replace(own, space=None, round=None, resume=None, prepare=(), paused=False)
+        return msgspec.structs.replace(
+            own, space=None, save_awaited=False, round=None, resume=None, prepare=(), paused=False
+        )
 
 
 def _put(names: set[str], name: str, is_in: bool) -> None:

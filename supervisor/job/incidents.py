@@ -405,8 +405,8 @@ EVIDENCE_SLACK_S = 1.0
 """For the way there and back; then the job diagnoses without the evidence that is missing."""
 SILENCE_S = 6.5
 """After so long the controller has called a node lost that went with its ranks (`SILENT_S` and a heartbeat)."""
-EARLY_EVIDENCE_S = 1.3
-"""Two stacks a second apart, taken when a device has failed."""
+EARLY_EVIDENCE_S = 0.5
+"""One stack of each rank, taken when a device has failed: two a second apart would hold up the restart."""
 EVIDENCE_NODES = 64
 """Nodes asked for evidence in one incident."""
 UNSEEN_PROGRESS_S = 300.0
@@ -774,7 +774,7 @@ class Incidents:
         self.log.add_finding(finding)
         yield from self._late_finding(finding)
 
-    def take_stacks(self, ranks: tuple[int, ...]) -> None:
+    def take_stacks(self, ranks: tuple[int, ...], budget_s: float = HANG_BUDGET_S) -> None:
         """Of all members, those with these ranks first.
 
         Only a stack that stays the same tells something, so they are taken again while a suspicion lasts.
@@ -783,7 +783,7 @@ class Incidents:
         assert attempt is not None
         attempt.drop_evidence_between(1, attempt.stacks_request)
         witnesses = self._witnesses(attempt, ranks)
-        attempt.stacks_request = self._nodes.ask_for_evidence(witnesses, HANG_BUDGET_S, flight=True)
+        attempt.stacks_request = self._nodes.ask_for_evidence(witnesses, budget_s, flight=True)
 
     def _witnesses(self, attempt: Attempt, ranks: Iterable[int] = ()) -> list[str]:
         """Members to be asked, those with these ranks first."""
@@ -1614,7 +1614,8 @@ class Degraded:
         record = self._incidents.degraded_by("device")
         assert record is not None
         record.early, self._awaited = True, (attempt.step, self._core.now)
-        self._incidents.take_stacks(tuple(one.rank for one in failing if one.rank is not None))
+        ranks = tuple(one.rank for one in failing if one.rank is not None)
+        self._incidents.take_stacks(ranks, EARLY_EVIDENCE_S)
 
     def progressed(self, event: m.Progressed) -> Wants:
         """Two steps later than the finding: the ranks train on without their device's help."""

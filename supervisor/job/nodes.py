@@ -72,6 +72,8 @@ class Nodes:
         """An attempt, and its stopped ranks that were not to be continued."""
         self._continued = 0
         """The attempt whose stopped ranks were continued with SIGCONT, until progress resumes."""
+        self.save_awaited = False
+        """A planned swap waits for the next checkpoint."""
         self.touched: set[str] = set()
         """Nodes whose assignment is to be worked out again."""
         self.touched_all = False
@@ -262,6 +264,12 @@ class Nodes:
             if node is not None and wake:
                 node.wake, node.wake_number = wake, node.wake_number + 1
                 self.touch(name)
+
+    def await_save(self, awaited: bool) -> None:
+        """Have all nodes look for checkpoints more often, or as usual again."""
+        if awaited != self.save_awaited:
+            self.save_awaited = awaited
+            self.touch_all()
 
     def ask_to_save(self, signal: SwapSignal, names: Iterable[str]) -> None:
         """Have the ranks of these nodes asked for a checkpoint, once."""

@@ -102,11 +102,15 @@ class Swaps:
         missing = len(attempt.members) - sum(node.name in attempt.member_set for node in usable)
         return free - missing
 
-    def cost_s(self) -> float | None:
-        """From the order to restart to the first step: of the last recovery, else of the first start."""
+    def took_s(self) -> float | None:
+        """From the order to restart to the first step, the last time; None: there was no restart."""
         took = [one.recovery_s for one in self._incidents.log.records if one.recovery_s is not None]
-        if took:
-            return took[-1]
+        return took[-1] if took else None
+
+    def cost_s(self) -> float | None:
+        """The same; where there was none, what the first start took, which is more."""
+        if (took := self.took_s()) is not None:
+            return took
         since, started = self._attempts.trains_since, self._attempts.started_at
         return None if since is None or started is None else max(0.0, since - started)
 
@@ -135,7 +139,7 @@ class Swaps:
             within_day=sum(at > now - swaps.DAY_S for at in self._made_at),
             may_cordon=bool(self._nodes.cordons.allowed_together([swap.node], members, now)),
             left_s=left_s,
-            cost_s=self.cost_s(),
+            cost_s=self.took_s(),
         )
         return swaps.decide(case)
 
@@ -243,20 +247,25 @@ class Swaps:
         swap.wanted_by = known.wanted_by if known is not None else ""
         self.proposed[swap.node] = swap
         yield from self._tell(swap)
-        if self.decision(swap).state == "planned":
-            self._ask_for_checkpoint()
+
+    def _look_as_usual(self) -> None:
+        """Unless another swap waits for a checkpoint."""
+        self._nodes.await_save(any(one.reported == "planned" for one in self.proposed.values()))
 
     def _key(self, swap: ProposedSwap) -> tuple[str, Cause, FailureClass]:
         return swap.node, swap.cause, swap.failure_class
 
     def _withdraw(self, name: str, why: str) -> Wants:
         if self.proposed.pop(name, None) is not None:
+            self._look_as_usual()
             yield note("swap_withdrawn", loud=True, node=name, why=why)
 
     def _tell(self, swap: ProposedSwap) -> Wants:
         decision = self.decision(swap)
         if decision.state != swap.reported:
             swap.reported = decision.state
+            if decision.state == "planned":
+                self._ask_for_checkpoint()
             yield note(TELLS[decision.state], loud=True, **self._arguments(swap, decision))
 
     def _arguments(self, swap: ProposedSwap, decision: SwapDecision) -> dict[str, Any]:
@@ -300,7 +309,6 @@ class Swaps:
             yield from self._make([swap], at_once=True)
             return
         yield from self._tell(swap)
-        self._ask_for_checkpoint()
 
     def recommended(self, name: str = "") -> str:
         """The node whose swap an operator may approve or reject: this one, or the only one."""
@@ -312,10 +320,10 @@ class Swaps:
         swap = self.proposed[name]
         swap.wanted_by = by or "operator"
         yield from self._tell(swap)
-        self._ask_for_checkpoint()
 
     def reject(self, name: str) -> Wants:
         swap = self.proposed.pop(name)
+        self._look_as_usual()
         self._rejected[self._key(swap)] = None
         while len(self._rejected) > REJECTED_KEPT:
             del self._rejected[next(iter(self._rejected))]
@@ -336,7 +344,9 @@ class Swaps:
         return (found.path, found.modified_at) if found is not None else ("", 0.0)
 
     def _ask_for_checkpoint(self) -> None:
+        """Or at least have the nodes look for one."""
         attempt, signal = self._live(), self._core.spec.swap_signal
+        self._nodes.await_save(True)
         if attempt is not None and signal:
             self._attempts.ranks_asked()
             self._nodes.ask_to_save(signal, attempt.members)
@@ -402,6 +412,7 @@ class Swaps:
             self.made[swap.cause] = self.made.get(swap.cause, 0) + 1
             if not swap.wanted_by:
                 self._made_at.append(self._core.now)
+        self._look_as_usual()
 
     def _cordon(self, swap: ProposedSwap) -> Cordon:
         return Cordon(
@@ -423,6 +434,7 @@ class Swaps:
             gone = swap.node not in members or swap.node in cordoned or not self._nodes.is_present(swap.node)
             if gone:
                 del self.proposed[swap.node]
+                self._look_as_usual()
             elif self.decision(swap, spares).state == "planned":
                 spares -= 1
                 self._count([swap])

@@ -198,7 +198,22 @@ def _leave_the_group() -> None:
     torch.distributed.destroy_process_group()
 
 
+def _xid_79() -> None:
+    """What the kernel writes when the GPU of this process falls off the bus."""
+    folder = _folder()
+    assert folder is not None
+    with open(folder / "kernel", "a") as log:
+        log.write(f"NVRM: Xid (PCI:0000:c1:00): 79, pid={os.getpid()}, name=python, GPU has fallen off the bus.\n")
+
+
+def _print_an_xid() -> None:
+    print(f"NVRM: Xid (PCI:0000:c1:00): 79, pid={os.getpid()}, name=python, GPU has fallen off the bus.", flush=True)
+
+
 _WITHIN_A_STEP = {
+    "xid": _xid_79,
+    "xid_hang": lambda: (_xid_79(), _stall()),
+    "xid_printed": _print_an_xid,
     "relock": _lock_twice,
     "crossed": _cross_two_locks,
     "joined": _join_who_waits_for_us,

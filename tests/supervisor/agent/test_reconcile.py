@@ -245,7 +245,7 @@ def test_no_field_names_a_program_or_a_variable() -> None:
         *"epoch version node role attempt stage round resume prepare checkpoint_folders paused may_requeue".split(),
         *"evidence wake wake_number evidence_seen findings_seen grace_s stop_signal outcome notices".split(),
         *"space drain_request".split(),  # folders to look at; a reason for root's programs, who check it
-        *"ask ask_number".split(),  # one of three signals, for ranks that handle it
+        *"ask ask_number save_awaited".split(),  # one of three signals, for ranks that handle it
         "trace",  # a name without a path in it, checked by `out_of_bounds`; what is written is in the job folder
         "tiers",  # names below its own checkpoint folder, checked again by its mover; peers, who prove themselves
     }

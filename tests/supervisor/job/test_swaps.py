@@ -130,9 +130,9 @@ def test_without_another_step_the_run_restarts_without_the_node(story: Any) -> N
 def test_evidence_that_does_not_come_is_waited_for_a_moment_only(story: Any) -> None:
     job = story()
     job.finds("fails")
-    job.driver.tell(m.HangConfirmed, attempt=1, report=STRUCK, after=0.7)
+    job.driver.tell(m.HangConfirmed, attempt=1, report=STRUCK, after=0.3)
     assert job.driver.state == "DIAGNOSING"
-    assert 0 < job.job.timers["evidence"] - job.driver.now < 0.7
+    assert 0 < job.job.timers["evidence"] - job.driver.now < 0.5
     job.driver.fire("evidence")
     assert job.members == ("a", "s")
 
