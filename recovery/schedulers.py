@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 
 from diagnosis.signals import clean_line
 from recovery.cordon import Drained, is_drain_of
-from recovery.scheduling import PREFIX, Answer, JobThere, RequestOutcome, Scheduler, slurm_job
+from recovery.scheduling import PREFIX, Answer, JobThere, LeavingNode, RequestOutcome, Scheduler, slurm_job
 
 _IN_SERVICE: Final = frozenset({"idle", "allocated", "mixed", "completing", "reserved", "planned"})
 _OUT: Final = "*$%"
@@ -73,6 +73,38 @@ def nodes_of(listing: str, alike: Sequence[str], excluded: Sequence[str]) -> dic
     }
 
 
+def drained_of(listing: str, job: str) -> list[LeavingNode]:
+    """The nodes that somebody has drained, and not `job` itself, from lines `NAME|STATE|USER|REASON`."""
+    found: dict[str, LeavingNode] = {}
+    for line in listing.splitlines():
+        node, state, user, reason = (*(part.strip() for part in line.split("|", 3)), "", "", "")[:4]
+        if state.lower().startswith("drain") and not is_drain_of(reason, job):
+            text = "" if reason.lower() == "none" else f": {reason}"
+            why = clean_line(f"drained by {user.partition('(')[0] or 'somebody'}{text}", REASON_LIMIT)
+            found[node] = LeavingNode(node=node, kind="drained", why=why)
+    return list(found.values())
+
+
+def maintenance_of(listing: str, now: float) -> list[tuple[str, str]]:
+    """Nodes (as a list of Slurm's) and why, of maintenance reservations that are in force or begin within a day."""
+    found = []
+    for line in listing.splitlines():
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "MAINT" not in fields.get("Flags", "").split(","):
+            continue
+        try:
+            begins, ends = (
+                time.mktime(time.strptime(fields[name], "%Y-%m-%dT%H:%M:%S")) for name in ("StartTime", "EndTime")
+            )
+        except (KeyError, ValueError, OverflowError):
+            continue
+        if begins - AHEAD_S <= now < ends:
+            name = clean_line(fields.get("ReservationName", ""), 64)
+            why = f"maintenance from {fields['StartTime'].replace('T', ' ')[:16]} (reservation {name})"
+            found.append((fields.get("Nodes", ""), why))
+    return found
+
+
 def leave_out(room: Room, bad: Sequence[str], lost: Sequence[str]) -> LeftOut:
     """What to exclude of the nodes that are bad and of those that are only lost."""
     bad, lost = sorted(set(bad)), sorted(set(lost) - set(bad))
@@ -107,6 +139,8 @@ START_ORPHAN_S: Final = 45
 GIVEN_UP_S: Final = 60.0
 """Slurm gives up a node that is silent at most this long after SlurmdTimeout."""
 REASON_LIMIT: Final = 200
+AHEAD_S: Final = 86400.0
+"""Maintenance that begins later than this is none of a job's business yet."""
 OUTPUT_LIMIT: Final = 64 * 1024
 
 _NODE: Final = re.compile(r"(?!(?i:all)$)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -368,6 +402,22 @@ class Slurm:
         found = _AGAIN.search("".join(own))
         return shown.code == 0 and found is not None and int(found[1]) > requeues
 
+    async def leaving(self, job: str, nodes: tuple[str, ...]) -> tuple[LeavingNode, ...] | None:
+        wanted = tuple(node for node in nodes if _NODE.fullmatch(node))
+        if not wanted:
+            return ()
+        listing = ("--all", "--noheader", "--Node", f"--nodes={','.join(wanted)}", "--format=%N|%T|%u|%E")
+        states = await self._run("sinfo", *listing)
+        shown = await self._run("scontrol", "--oneliner", "show", "reservation")
+        if states.code != 0 or shown.code != 0:
+            return None
+        found = {one.node: one for one in drained_of(states.out, job)}
+        for lists, why in maintenance_of(shown.out, time.time()):
+            for node in await self._names(lists):
+                if node in wanted:
+                    found.setdefault(node, LeavingNode(node=node, kind="maintenance", why=why))
+        return tuple(found[node] for node in wanted if node in found)
+
     async def headless(self, job: str) -> str:
         if not _JOB.fullmatch(job):
             return ""
@@ -571,6 +621,9 @@ class Local:
     async def starts_again(self, job: str, requeues: int) -> bool:  # noqa: ARG002
         return False
 
+    async def leaving(self, job: str, nodes: tuple[str, ...]) -> tuple[LeavingNode, ...]:  # noqa: ARG002
+        return ()
+
     async def headless(self, job: str) -> str:  # noqa: ARG002
         return ""
 
@@ -579,7 +632,10 @@ class Local:
 
 GROUP: Final = "unbroken.schedulers"
 BUILT_IN: Final[tuple[type[Scheduler], ...]] = (Local, Slurm)
-CALLS: Final = tuple(name for name, value in vars(Scheduler).items() if iscoroutinefunction(value))
+OPTIONAL: Final = frozenset({"leaving"})
+CALLS: Final = tuple(
+    name for name, value in vars(Scheduler).items() if iscoroutinefunction(value) and name not in OPTIONAL
+)
 """What a plug-in must have."""
 
 

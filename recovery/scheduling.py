@@ -27,6 +27,16 @@ class Answer(Frozen, frozen=True, kw_only=True):
     """In words, for the operator."""
 
 
+class LeavingNode(Frozen, frozen=True, kw_only=True):
+    """A node that its scheduler takes out of service."""
+
+    node: str
+    """As the scheduler calls it."""
+    kind: Literal["drained", "maintenance"]
+    why: str
+    """In words."""
+
+
 class JobThere(Frozen, frozen=True, kw_only=True):
     """The job that a process belongs to, as its scheduler knows it."""
 
@@ -89,6 +99,12 @@ class Scheduler(Protocol):
     async def starts_again(self, job: str, requeues: int) -> bool | None:
         """Whether the job that is being ended now is to start again by itself (preempted, or requeued by somebody),
         after `requeues` new starts. None where the scheduler does not answer: it is asked again."""
+
+    async def leaving(self, job: str, nodes: tuple[str, ...]) -> tuple[LeavingNode, ...] | None:
+        """Which of these nodes it takes out of service, for another reason than one of `job`'s. None: it does not say.
+
+        A plug-in may leave this out.
+        """
 
     async def headless(self, job: str) -> str:
         """The node of the job's first process, with our controller, if the scheduler has lost it and lets the others

@@ -17,7 +17,7 @@ from recovery.checkpoint import Checkpoint, Preparation, Resume
 from recovery.ledger import LedgerRecord
 from recovery.policy import Mode
 from recovery.rollback import Guard
-from recovery.scheduling import RequestOutcome
+from recovery.scheduling import LeavingNode, RequestOutcome
 from recovery.snapshot_choice import NodeSnapshot, RankSnapshot
 from recovery.swaps import SwapMode, SwapSignal
 from recovery.tiers import NodeTiers, TierOrders
@@ -597,16 +597,6 @@ class StragglersSeen(Event, frozen=True, kw_only=True, tag="stragglers_seen"):
     """How long a step takes; 0: not known. (Journals of before have none.)"""
     starved: float = 0.0
     """Share of its time that the slow rank waits for data, where that is what makes it slow."""
-
-
-class LeavingNode(Frozen, frozen=True, kw_only=True):
-    """A node that its scheduler takes out of service."""
-
-    node: str
-    """As the scheduler calls it."""
-    kind: Literal["drained", "maintenance"]
-    why: str
-    """In words."""
 
 
 class NodesLeaving(Event, frozen=True, kw_only=True, tag="nodes_leaving"):

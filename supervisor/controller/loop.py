@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from recovery.schedulers import load_schedulers
-from recovery.scheduling import Answer, Scheduler
+from recovery.scheduling import Answer, LeavingNode, Scheduler
 from supervisor import messages as m
 from supervisor.blocking import BlockingCalls, timeout
 from supervisor.controller.journal import (
@@ -504,7 +504,13 @@ class ControlLoop:
         self.post(m.ControllerStarted(at=self.clock.now(), epoch=self.epoch))
         tasks = [
             asyncio.create_task(coroutine)
-            for coroutine in (self._work(), self._tick(), self._look_for_newer(), self._stop.wait())
+            for coroutine in (
+                self._work(),
+                self._tick(),
+                self._look_for_newer(),
+                self._executor.watch_nodes(self._scheduler_nodes),
+                self._stop.wait(),
+            )
         ]
         watching = asyncio.create_task(self.ledger.run()) if self.ledger is not None else None
         try:
@@ -522,6 +528,10 @@ class ControlLoop:
             await self.ledger.stop()
         await self._farewell()
         return self.outcome
+
+    def _scheduler_nodes(self) -> tuple[str, ...]:
+        """What the scheduler calls the job's nodes."""
+        return tuple(node.scheduler_name for node in self.job.nodes if node.present and node.scheduler_name)
 
     async def _work(self) -> None:
         while self.outcome is None:
@@ -667,6 +677,7 @@ class ControlLoop:
 REQUEST_S = 60.0
 """For one request; a scheduler has deadlines of its own, a plug-in may not."""
 _AGAIN = ("does not start", "starts")
+NODES_EVERY_S = 60.0
 WAITING_LIMIT = 1000
 """Requests under way at a time; one too many is answered `unavailable`, and given again by the job."""
 
@@ -716,6 +727,35 @@ class Executor:
             self._tasks[action.number] = task
             task.add_done_callback(lambda _: self._tasks.pop(action.number, None))
 
+    async def watch_nodes(self, nodes: Callable[[], tuple[str, ...]]) -> None:
+        """Each minute: which of these nodes, the job's, the scheduler takes out of service. A change is an event."""
+        before: tuple[LeavingNode, ...] = ()
+        while True:
+            await asyncio.sleep(NODES_EVERY_S)
+            spec = self._spec()
+            scheduler = self._scheduler() if spec.scheduler_job and spec.swap_mode != "off" else None
+            if scheduler is None or not hasattr(scheduler, "leaving"):
+                continue
+            try:
+                async with timeout(self._request_s):
+                    found = await scheduler.leaving(self._spec().scheduler_job, nodes())
+            except asyncio.TimeoutError:
+                continue
+            except Exception:  # a plug-in's bug is told and costs nothing else
+                log.exception("the scheduler")
+                continue
+            if found is not None and found != before:
+                before = found
+                self._post(m.NodesLeaving(at=self._now(), nodes=found))
+
+    def _scheduler(self) -> Scheduler | None:
+        """The job's; None: there is none of that name."""
+        if self._schedulers is None:
+            self._schedulers, problems = load_schedulers()
+            for problem in problems:
+                log.warning("%s", problem)
+        return self._schedulers.get(self._spec().scheduler)
+
     async def _carry_out(self, request: m.SchedulerRequest) -> None:
         if self._turn is None:
             self._turn = asyncio.Lock()
@@ -734,12 +774,8 @@ class Executor:
         """What the job's scheduler answers, or why it does not."""
         try:
             async with timeout(self._request_s):
-                if self._schedulers is None:
-                    self._schedulers, problems = load_schedulers()
-                    for problem in problems:
-                        log.warning("%s", problem)
-                spec = self._spec()
-                job, scheduler = spec.scheduler_job, self._schedulers.get(spec.scheduler)
+                scheduler, spec = self._scheduler(), self._spec()
+                job = spec.scheduler_job
                 if scheduler is None:
                     return Answer(outcome="unsupported", text=f"there is no scheduler {spec.scheduler!r}")
                 if isinstance(action, m.SchedulerComment):

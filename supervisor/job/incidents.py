@@ -703,7 +703,8 @@ class Incidents:
         if plan is None:
             plan = policy.plan(verdict, self._situation(record, verdict, attempt))
             plan = msgspec.structs.replace(plan, rollback=rollback)
-        record.plan = plan
+        cordons = tuple(msgspec.structs.replace(one, incident=record.id) for one in plan.cordons)
+        record.plan = plan = msgspec.structs.replace(plan, cordons=cordons)
         self._remember(verdict, attempt, self._core.now)
         yield record.note("plan", loud=True, plan=plan.kind, why=plan.why, observe=False)
         if by_operator:

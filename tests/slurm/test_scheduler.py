@@ -21,6 +21,12 @@ call, *arguments = json.loads(sys.argv[1])
 answer = asyncio.run(getattr(Slurm(command_s=8.0), call)(*arguments))
 print(json.dumps([answer.outcome, answer.text]))
 """
+LEAVING = """
+import asyncio, json
+from recovery.schedulers import Slurm
+found = asyncio.run(Slurm(command_s=8.0).leaving("7", ("node1", "node2", "node3", "node4")))
+print(json.dumps([[one.node, one.kind, one.why] for one in found]))
+"""
 REASON = "unbroken: gpu_fell_off_bus gpu=0000:41:00 incident=7/i-1"
 
 
@@ -36,7 +42,15 @@ def ask(cluster: Any) -> Callable[..., tuple[str, str]]:
     return ask
 
 
-def test_drains_are_of_one_node_and_what_others_wrote_stands(cluster: Any, ask: Callable[..., tuple[str, str]]) -> None:
+@pytest.fixture
+def leaving(cluster: Any) -> Callable[[], list[list[str]]]:
+    """Node, kind and why of those that Slurm takes out of service."""
+    return lambda: json.loads(cluster.run("ctl", sys.executable, "-c", LEAVING))  # type: ignore[no-any-return]
+
+
+def test_drains_are_of_one_node_and_what_others_wrote_stands(
+    cluster: Any, ask: Callable[..., tuple[str, str]], leaving: Callable[[], list[list[str]]]
+) -> None:
     assert ask("drain", "node2", REASON, user=True) == ("denied", "slurm_update error: Invalid user id")
     assert ask("drain", "node2", REASON)[0] == "done"
     assert cluster.reason("node2") == REASON
@@ -55,6 +69,12 @@ def test_drains_are_of_one_node_and_what_others_wrote_stands(cluster: Any, ask: 
         outcome, text = ask(*call)
         assert (outcome, "disk swap | ticket 42" in text) == ("foreign", True)
     assert cluster.reason("node3") == "disk swap | ticket 42"
+    assert [one[:2] for one in leaving()] == [["node3", "drained"]]
+    assert "disk swap | ticket 42" in leaving()[0][2]
+    soon = ("StartTime=now+3600", "Duration=60", "Users=root", "Nodes=node[2-4]", "Flags=MAINT,IGNORE_JOBS")
+    cluster.run("ctl", "scontrol", "create", "reservation", "ReservationName=patch", *soon)
+    assert [one[:2] for one in leaving()] == [["node2", "maintenance"], ["node3", "drained"], ["node4", "maintenance"]]
+    cluster.run("ctl", "scontrol", "delete", "ReservationName=patch")
     assert cluster.states()["node3"] == "drained"
 
     for name in ("ALL", "node[1-4]", "node1,node2", "-x", "node9", ""):

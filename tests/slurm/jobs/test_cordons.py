@@ -23,14 +23,20 @@ def lose_a_gpu(cluster: Any, job: Any, node: str = "node2", rank: int = 1) -> No
 
 
 @pytest.mark.slow
-def test_a_gpu_falls_off_the_bus(cluster: Any, submit: Submit) -> None:
-    job = submit(nodes=3, spares=1)
-    lose_a_gpu(cluster, job)
+def test_a_gpu_falls_off_the_bus_and_its_rank_trains_on(cluster: Any, submit: Submit) -> None:
+    """The node leaves when a checkpoint has just become complete, and is drained."""
+    job = submit(nodes=3, spares=1, pace=0.8)
+    job.wait_step(11)
+    node, pid = job.ranks()[1]
+    cluster.kernel_says(node, XID_79.replace("'<unknown>'", str(pid)))
     job.wait_places({0: "node1", 1: "node3"})
     job.succeeds()
-    (incident,) = job.incidents()
-    assert re.fullmatch(rf"unbroken: {incident['verdict']['failure_class']} .*", cluster.reason("node2"))
-    assert f"incident={job.id}/i-1" in cluster.reason("node2")
+    struck, swap = job.incidents()
+    assert (struck["trigger"], swap["trigger"]) == ("device", "swap")
+    steps = re.findall(r"^step (\d+)/", job.shown(), re.MULTILINE)
+    assert len(steps) - len(set(steps)) <= 1, "steps that were made twice"
+    assert re.fullmatch(rf"unbroken: {swap['verdict']['failure_class']} .*", cluster.reason("node2"))
+    assert f"incident={job.id}/i-2" in cluster.reason("node2")
     assert "gpu=0000:c1:00" in cluster.reason("node2")
     cluster.until(lambda: cluster.states()["node2"] == "drained", 20, "nothing of the job to be left there")
 
