@@ -34,6 +34,8 @@ class World(Faults):
             self.later(30.0, self.operate)
             if "meddle" in self.rates:
                 self.later(1.0, self.meddle)
+            if "wear" in self.rates:
+                self.later(20.0, self.wear)
             if "go_back" in self.rates:
                 self.later(20.0, self.go_back)
             self.later(self.faults_until - self.now + RECOVERED_S, self.must_run)

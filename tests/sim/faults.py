@@ -160,6 +160,52 @@ class Faults(Control):
                 self.limits = {now.number: limit}
         self.later(dice.expovariate(self.rates["go_back"]), self.go_back)
 
+    def wear(self) -> None:
+        """A device that a rank uses fails or degrades, or an operator has a word about a node that should leave."""
+        if self.now >= self.faults_until:
+            return
+        dice = self.late
+        node = dice.choice(list(self.nodes.values()))
+        known = self.job.nodes.get(node.name)
+        if self.controller_up and self.ended is None and known is not None and node.connected:
+            what = dice.choice(("fails", "fails", "degrades", "slows", "repair", "swap", "now", "reject", "approve"))
+            if what in ("swap", "now"):
+                self.order("swap", f"{node.name} --now" if what == "now" else node.name)
+            elif what in ("reject", "approve"):
+                self.order(what, node.name)
+            elif node.ranks:
+                self.tell(
+                    m.FindingArrived(
+                        at=self.now, node=node.name, finding=self.worn(node, what), number=known.findings_seen
+                    )
+                )
+                if what == "fails" and dice.random() < 0.5 and node.group is not None:
+                    node.group.stick()
+                    self.later(1.5, self.struck, node, self.job.attempt.number if self.job.attempt is not None else 0)
+        self.later(dice.expovariate(self.rates["wear"]), self.wear)
+
+    def worn(self, node: FakeNode, outlook: str) -> Finding:
+        return Finding(
+            rule="xid_79",
+            failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
+            confidence=0.95,
+            scope="gpu",
+            severity="fatal",
+            evidence=Evidence(text="Xid 79", source="kernel", node=node.name),
+            node=node.name,
+            rank=node.ranks[0],
+            at=self.now,
+            outlook=outlook,  # type: ignore[arg-type]
+        )
+
+    def struck(self, node: FakeNode, attempt: int) -> None:
+        """One slow step later the watch says that its rank makes none any more."""
+        if self.controller_up and self.ended is None and node.joined == attempt and node.ranks:
+            report = HangReport(
+                kind="device", ranks=node.ranks[:1], quiet_s=1.5, limit_s=1.2, phase="steady", why="stuck", early=True
+            )
+            self.tell(m.HangConfirmed(at=self.now, attempt=attempt, report=report))
+
     def order(self, command: str, argument: str = "") -> None:
         if command in ("cordon", "uncordon") and not self.job.is_over:
             self.operators[argument] = command == "cordon"

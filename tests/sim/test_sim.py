@@ -115,6 +115,37 @@ def test_rollbacks_never_resume_from_what_is_too_new(world: Any) -> None:
     assert sum(_taken_back(world, seed).rolled_back for seed in range(400, 405)) > 5
 
 
+def _worn(world: Any, seed: int, **how: Any) -> Any:
+    """Devices fail and degrade, and operators have nodes swapped, among all other faults; then it comes to its end."""
+    w = world(seed, swap_mode="automatic", **how)
+    w.verdicts, w.fingerprints, w.curable = CURABLE, ("",), True
+    w.rates = {**ROUGH, "wear": 0.1}
+    w.target = 1500
+    w.run(9000.0)
+    assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
+    assert w.ended.state == "succeeded", f"seed {seed}: {w.ended}"
+    w.check_replay()
+    return w
+
+
+def test_nodes_that_degrade_leave_and_the_job_comes_to_its_end(world: Any) -> None:
+    worlds = [_worn(world, seed, spares=3) for seed in range(500, 505)]
+    assert sum(sum(w.job.swaps.made.values()) for w in worlds) > 3
+    assert any(
+        record.trigger == "hang" and record.hang.early
+        for w in worlds
+        for record in w.job.incidents.log.records
+        if record.hang
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5000, 5040))
+def test_nodes_that_degrade_in_many_seeds(world: Any, seed: int) -> None:
+    modes = ("enforce", "recommend", "observe")
+    _worn(world, seed, nodes=2 + seed % 4, spares=seed % 4, mode=modes[seed % 3] if seed % 3 < 2 else "enforce")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3000, 3060))
 def test_rollbacks_in_many_seeds(world: Any, seed: int) -> None:
