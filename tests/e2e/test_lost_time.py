@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,21 @@ def expect_exact(job: Any, of_attempts: int) -> None:
         pace = (before[last] - min(before.values())) / max(1, last - min(before))
         lost_s = after[again] - before[incident["step"]] - (again - incident["step"]) * pace
         assert incident["lost_s"] == pytest.approx(lost_s, abs=1.5 + 0.2 * lost_s), (incident["id"], lost_s)
+
+
+@pytest.mark.slow
+@pytest.mark.lasts(45)
+def test_steps_that_no_line_has_told_are_lost_too(supervise: Supervise) -> None:
+    """A line for every seventh step; the step clock tells the others, and where the run was when it was killed."""
+    job = supervise("ddp", "--save-every", "20", "--show-every", "7", steps=400, pace=0.2)
+    killed_at = random.randrange(45, 60)
+    job.until(lambda: attempts(job.rig) and max(attempts(job.rig)[0]) >= killed_at, 180, "some step")
+    assert job.told("status")["step_from"] == "clock"
+    job.kill(1)
+    lost = int(job.wait_shown(r"recovered .* (\d+) steps? lost", 180)[1])
+    before, after = attempts(job.rig)[:2]
+    truth = max(before) - min(after) + 1
+    assert truth <= lost <= truth + 1, "rank 0 may have stepped when its last collective failed"
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--step-s", type=float, default=0.05)
+    parser.add_argument("--show-every", type=int, default=1)
     parser.add_argument("--ddp", action="store_true")
     parser.add_argument("--save-at-term", type=float, metavar="SECONDS", help="take so long to save when told to end")
     args = parser.parse_args()
@@ -109,7 +110,8 @@ def main() -> None:
         shown = loss.detach().clone()
         dist.all_reduce(shown)
         if rank == 0:
-            print(f"step {step}/{args.steps} loss {shown.item() / dist.get_world_size():.5f}", flush=True)
+            if step % args.show_every == 0:
+                print(f"step {step}/{args.steps} loss {shown.item() / dist.get_world_size():.5f}", flush=True)
             rigging.made(step)
             if step % args.save_every == 0:
                 save(args.out, step, net, optimizer)
