@@ -11,17 +11,18 @@ import os
 import platform
 import stat
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
-import psutil
 
 from diagnosis import input_stages
-from diagnosis.input_stages import MUCH, InputProfile, LoaderFrame, LoaderSample, WaitsFor, read_stack
-from diagnosis.signals import Frozen, RankSample, clean_line
+from diagnosis.input_stages import InputProfile, LoaderFrame, LoaderSample, WaitsFor, read_stack
+from diagnosis.signals import clean_line
+from recovery.snapshot_memory import free_bytes
 from supervisor.agent.evidence import dump_stack
 from supervisor.agent.procfs import descendants
+from supervisor.agent.tracing import RankInput, SlowStage
 from supervisor.keeper_client import WorkerProcess
 
 SAMPLES: Final = 20
@@ -33,9 +34,6 @@ MOST_WORKERS: Final = 4
 MOST_PROCESSES: Final = 32
 AT_ONCE: Final = 4
 DUMP_S: Final = 3.0
-LONG_S: Final = 300.0
-"""A rank that waits much for so long is looked at by itself, once in an attempt."""
-LOOK_EVERY_S: Final = 10.0
 SOURCE_BYTES: Final = 1 << 20
 SOURCE_LINE: Final = 200
 CALLS: Final[Mapping[str, Mapping[int, str]]] = {
@@ -45,72 +43,6 @@ CALLS: Final[Mapping[str, Mapping[int, str]]] = {
     | dict.fromkeys((56, 61, 79, 80, 291), "file"),
 }
 """Machine -> number of a system call -> what it reads from: a descriptor, a socket, a file system by name."""
-
-
-class SlowStage(Frozen, frozen=True, kw_only=True):
-    stage: str
-    what: str
-    share: float
-
-
-class RankInput(Frozen, frozen=True, kw_only=True):
-    """What came of one rank."""
-
-    rank: int
-    input_share: float | None = None
-    """Of its time that it waits for data; None: not known."""
-    workers: int = 0
-    """Of its data loader; 0: the script loads in its own process."""
-    samples: int = 0
-    idle: float = 0.0
-    """Share of the samples in which a worker had nothing to do."""
-    stages: tuple[SlowStage, ...] = ()
-    advice: tuple[str, ...] = ()
-    problem: str = ""
-
-    @property
-    def text(self) -> str:
-        """`rank 3 waits for data 38 % of the time; 71 % of its 4 loader workers' time is decoding images (PIL)`."""
-        waits = (
-            f"rank {self.rank} waits for data {self.input_share:.0%} of the time; "
-            if self.input_share is not None
-            else ""
-        )
-        whose = f"its {self.workers} loader workers' time" if self.workers else "its loading time"
-        if not self.stages:
-            return f"{waits}{self.problem or 'its loader has nothing to do'}"
-        first, *more = self.stages[:3]
-        others = "".join(f", {one.share:.0%} {one.what}" for one in more)
-        return f"{waits}{first.share:.0%} of {whose} is {first.what}{others}"
-
-
-class LoaderWatch:
-    """Which rank has waited much for its data, and long. Pure."""
-
-    def __init__(self) -> None:
-        self._attempt = 0
-        self._since: dict[int, float] = {}
-        self._told = False
-        self._next = 0.0
-
-    def look(self, now: float, attempt: int, samples: Sequence[RankSample]) -> int | None:
-        """A rank to look at, once in an attempt."""
-        if attempt != self._attempt:
-            self._attempt, self._since, self._told = attempt, {}, False
-        if self._told or now < self._next:
-            return None
-        self._next = now + LOOK_EVERY_S
-        waiting = {
-            one.rank: one.clock.input_share
-            for one in samples
-            if one.exit is None and one.clock is not None and (one.clock.input_share or 0.0) >= MUCH
-        }
-        self._since = {rank: self._since.get(rank, now) for rank in waiting}
-        long = [rank for rank, since in self._since.items() if now - since >= LONG_S]
-        if not long:
-            return None
-        self._told = True
-        return max(long, key=lambda rank: (waiting[rank] or 0.0, -rank))
 
 
 async def look_at(worker: WorkerProcess, input_share: float | None, ranks_here: int) -> RankInput:
@@ -123,7 +55,7 @@ async def look_at(worker: WorkerProcess, input_share: float | None, ranks_here: 
     if isinstance(found, str):
         return msgspec.structs.replace(began, problem=found)
     cpus = _cpus(worker.pid) / max(1, ranks_here)
-    told = input_stages.advice(found, workers, cpus, psutil.virtual_memory().available)
+    told = input_stages.advice(found, workers, cpus, _free_bytes())
     stages = tuple(SlowStage(stage=one.stage, what=one.what, share=round(one.share, 4)) for one in found.stages)
     return msgspec.structs.replace(
         began, workers=workers, samples=found.samples, idle=round(found.idle, 4), stages=stages, advice=told
@@ -185,6 +117,13 @@ def _waits_for(pid: int) -> WaitsFor:
 def _is_in_disk_wait(pid: int) -> bool:
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read(1024).rpartition(b") ")[2][:1] == b"D"
+
+
+def _free_bytes() -> int:
+    try:
+        return free_bytes()
+    except (OSError, ValueError):
+        return 0
 
 
 def _cpus(pid: int) -> int:

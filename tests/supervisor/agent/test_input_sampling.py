@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from diagnosis.signals import RankClock, RankSample
-from supervisor.agent.input_sampling import LONG_S, LOOK_EVERY_S, LoaderWatch, RankInput, look_at
+from supervisor.agent.input_sampling import look_at
+from supervisor.agent.tracing import LONG_S, WAITS_EVERY_S, LoaderWatch, RankInput
 from supervisor.keeper_client import WorkerProcess
 
 SCRIPT = """
@@ -142,15 +143,15 @@ def looks(watch: LoaderWatch, shares: dict[int, float], begin: float, end: float
     found = []
     now = begin
     while now <= end:
-        rank = watch.look(now, attempt, samples(shares))
+        rank = watch.look(now, samples(shares)) if watch.is_due(now, attempt) else None
         found += [] if rank is None else [rank]
-        now += LOOK_EVERY_S
+        now += WAITS_EVERY_S
     return found
 
 
 def test_who_waits_long_is_looked_at_once_in_an_attempt() -> None:
     watch = LoaderWatch()
-    assert looks(watch, {0: 0.1, 1: 0.3, 2: 0.5}, 0.0, LONG_S - LOOK_EVERY_S) == []
+    assert looks(watch, {0: 0.1, 1: 0.3, 2: 0.5}, 0.0, LONG_S - WAITS_EVERY_S) == []
     assert looks(watch, {0: 0.1, 1: 0.3, 2: 0.5}, LONG_S, 3 * LONG_S) == [2]
     assert looks(watch, {0: 0.4}, 3 * LONG_S, 5 * LONG_S, attempt=2) == [0]
 
