@@ -669,7 +669,7 @@ class Job:
             return
         before, self.stragglers = self.stragglers, event
         if event.ranks:
-            text = view.slow_text(event, attempt.rank_nodes) + view.slow_why(self, event)
+            text = view.slow_text(event, attempt.rank_nodes) + view.slow_why(self, event) + view.slow_input(self, event)
             text += view.slow_price(event, attempt.world_size)
             yield note("stragglers", loud=True, what=text)
         elif before is not None and before.ranks:

@@ -216,12 +216,28 @@ def slow_why(job: Parts, event: StragglersSeen) -> str:
     return ""
 
 
+def slow_input(job: Parts, event: StragglersSeen) -> str:
+    """`: it waits for data 38 % of the time`, where not all ranks do. (No fault of its device: nothing to swap for.)"""
+    waits = job.input_wait
+    if waits is None or waits.attempt != event.attempt or not set(event.ranks) & set(waits.ranks) or waits.count > 16:
+        return ""
+    if set(waits.ranks) - set(event.ranks):
+        return ""
+    it = "it waits" if len(event.ranks) == 1 else "they wait"
+    return f": {it} for data {100 * waits.share:.0f} % of the time"
+
+
 def _stragglers(job: Parts) -> StragglersView | None:
     event = job.stragglers
     attempt = job.attempts.live(event.attempt) if event is not None else None
     if event is None or not event.ranks or attempt is None:
         return None
-    text = slow_text(event, attempt.rank_nodes) + slow_why(job, event) + slow_price(event, attempt.world_size)
+    text = (
+        slow_text(event, attempt.rank_nodes)
+        + slow_why(job, event)
+        + slow_input(job, event)
+        + slow_price(event, attempt.world_size)
+    )
     return StragglersView(ranks=event.ranks, cost_percent=round(100 * event.cost, 1), since=utc(event.since), text=text)
 
 

@@ -42,8 +42,9 @@ class CompiledSteps:
 class StepClock:
     """Writes into `figures`, a writable sequence of six numbers, from `listen` on. Made on the script's main thread."""
 
-    def __init__(self, figures: Any) -> None:
+    def __init__(self, figures: Any, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.figures = figures
+        self.monotonic = monotonic
         self.compiled = CompiledSteps()
         self.main_thread = _thread.get_ident()
         self.counts = self.times = False
@@ -83,7 +84,7 @@ class StepClock:
         """The beacon's thread: a compiled optimizer's step is seen now."""
         if self.compiled.stepped:
             self.compiled.stepped = False
-            self.figures[AT] = time.monotonic()
+            self.figures[AT] = self.monotonic()
 
     def _forget(self) -> None:
         """In a forked child: the page is the rank's alone."""
@@ -92,7 +93,7 @@ class StepClock:
     def _counter(self, tracing: Callable[[], bool]) -> Callable[..., None]:
         """The hook. A step is a round in which no optimizer steps twice: several that take turns make one step, and
         one that takes the place of another goes on counting."""
-        now, compiled = time.monotonic, self.compiled
+        now, compiled = self.monotonic, self.compiled
         seen: set[int] = set()
         first: Callable[[], Any] = object
         """The optimizer that has begun this round; None once it is gone: what steps now has come in its place."""

@@ -166,20 +166,26 @@ def test_steps_of_a_script_that(script: Any, figures: list[float]) -> None:
     assert script(model()) == figures[STEPS]
 
 
-def test_times_and_calls(figures: list[float]) -> None:
-    net = model()
-    one, other = torch.optim.SGD(net.parameters()), torch.optim.SGD(net.parameters())
-    began = time.monotonic()
-    for step in range(4):
-        train(net, one, other)
-        if step == 1:
-            time.sleep(0.05)
-    assert began < figures[AT] <= time.monotonic()
-    assert figures[CALLS] == 8
-    assert 0.05 <= figures[SLOWEST_S] <= time.monotonic() - began
-    for _ in range(101):
-        train(net, one)
-    assert figures[SLOWEST_S] < 0.05, "the slow one is long ago"
+def test_times_and_calls() -> None:
+    now = [100.0]
+    one = clock.StepClock([0.0] * 6, lambda: now[0])
+    hook = one._counter(lambda: False)
+    first, second = Slow(), Slow()
+
+    def step(seconds: float) -> None:
+        now[0] += seconds
+        for optimizer in (first, second):
+            hook(optimizer, (), {})
+
+    for seconds in (9.0, 1.0, 4.0, 1.0):
+        step(seconds)
+    assert one.figures[:4] == [4, 115.0, 4.0, 8], "how long the first one took is not known"
+    for _ in range(45):
+        step(1.0)
+    assert one.figures[SLOWEST_S] == 4.0
+    for _ in range(52):
+        step(1.0)
+    assert (one.figures[STEPS], one.figures[SLOWEST_S]) == (101, 1.0)
 
 
 class Slow:

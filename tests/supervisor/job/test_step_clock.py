@@ -107,3 +107,12 @@ def test_ranks_that_wait_for_data_are_told_and_nothing_is_done(run: Any) -> None
     assert [one.kind for one in job.actions if isinstance(one, m.Note)] == ["input_wait_gone"]
     assert job.job.view().input_wait is None
     assert (job.state, job.number) == before
+
+
+@pytest.mark.parametrize(("ranks", "named"), [((1,), True), ((0, 1), False), ((), False)])
+def test_a_straggler_that_waits_for_data_is_no_slow_device(run: Any, ranks: tuple[int, ...], named: bool) -> None:
+    job = run(1)
+    job.tell(m.InputWaitSeen, attempt=1, ranks=ranks, count=len(ranks), share=0.38)
+    job.tell(m.StragglersSeen, attempt=1, ranks=(1,), cost=0.2, since=50_520.0)
+    assert ("for data 38 %" in job.loud["stragglers"]["what"]) == named
+    assert ("for data 38 %" in job.job.view().stragglers.text) == named
