@@ -103,7 +103,8 @@ class ClusterLedger:
 
     def _tell(self, name: str, was: m.LedgerNode | None, now: m.LedgerNode | None) -> Wants:
         if now is not None and now.cordon:
-            if was is None or was.cordon != now.cordon:
+            known = self._nodes.cordons.of_job(name, self._core.now) is not None  # most often: this job wrote it
+            if not known and (was is None or was.cordon != now.cordon):
                 yield note("cluster_cordoned", loud=True, node=name, reason=now.cordon, by=now.by, until=now.until)
             return
         if was is not None and was.cordon:

@@ -142,7 +142,8 @@ def test_probation_ends_and_a_new_cordon_comes_before_it() -> None:
     lift = entry(CordonLifted(node="n7", repair="new GPU"), NOW)
     assert merge([lift], NOW + PROBATION_S - 1)["n7"].state == "PROBATION"
     assert merge([lift], NOW + PROBATION_S)["n7"].state == "IN USE"
-    assert merge([lift, entry(cordon(), NOW + 5)], NOW + 6)["n7"].state == "CORDONED"
+    again = merge([lift, entry(cordon(), NOW + 5)], NOW + 6)["n7"]
+    assert (again.state, again.probation_until) == ("CORDONED", None)
 
 
 def test_a_repaired_node_is_to_be_tested_again_after_a_day() -> None:

@@ -147,6 +147,26 @@ def test_one_who_reads_while_files_are_put_together_loses_nothing(tmp_path: Path
     assert merge(reader.read(later).entries, later).keys() == before.keys()
 
 
+class Behind(LedgerFolder):
+    """Its first look at the folder is from before files were put together, as an NFS client's may be."""
+
+    before: list[str] | None = None
+
+    def _names(self) -> list[str]:
+        names, self.before = self.before, None
+        return super()._names() if names is None else names
+
+
+def test_one_whose_list_of_files_is_old_looks_again(tmp_path: Path) -> None:
+    fill(tmp_path, COMPACT_FILES, 1)
+    aged(tmp_path, NOW)
+    later = NOW + SEALED_S + APPEND_S
+    reader = Behind(tmp_path)
+    reader.before = reader._names()
+    LedgerFolder(tmp_path).compact(later)
+    assert len(merge(reader.read(later).entries, later)) == COMPACT_FILES
+
+
 def test_two_who_put_files_together_lose_nothing(tmp_path: Path) -> None:
     fill(tmp_path, COMPACT_FILES, 1)
     aged(tmp_path, NOW)
