@@ -5,10 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from recovery.ledger import NodeRecord, merge
+from recovery.ledger_folder import LedgerFolder
 
 pytestmark = pytest.mark.e2e
 
@@ -127,3 +134,45 @@ def test_a_rank_of_the_second_node_is_killed(supervise: Supervise) -> None:
     b.succeeds()
     (incident,) = a.incidents()
     assert [(c["node"], c["rank"]) for c in incident["verdict"]["culprits"]] == [("b", 3)]
+
+
+XID_79 = "NVRM: Xid (PCI:0000:c1:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+
+
+@pytest.mark.slow
+def test_two_jobs_share_what_one_of_them_found_out_about_a_node(supervise: Supervise, tmp_path: Path) -> None:
+    """The first proves that a GPU of b is gone; the second, on b alone, waits until somebody has repaired it."""
+    folder = tmp_path / "ledger"
+    folder.mkdir()
+    shared = {"UNBROKEN_LEDGER": str(folder), "UNBROKEN_LEDGER_CORDONS": "cordon"}
+    a, b, c = nodes(supervise, "plain", pace=0.25, env=shared)
+    with (b.rig / "kernel").open("a") as kernel:
+        kernel.write(XID_79)
+    b.kill(1)
+    assert set(c.wait_ranks(1)) == {1}
+
+    def known() -> NodeRecord:
+        return merge(LedgerFolder(folder).read(time.time()).entries, time.time())["b"]
+
+    a.until(lambda: known().state == "CORDONED", 20, "the ledger to have it")
+    unbroken, script, there = (
+        str(Path(sys.executable).with_name("unbroken")),
+        tmp_path / "second.py",
+        tmp_path / "second",
+    )
+    script.write_text("print('step 1 loss 1.0', flush=True)\n")
+    run = (unbroken, "run", "--node-name", "b", "--job-dir", str(there), "--", sys.executable, str(script))
+    environment = {**os.environ, **shared, "UNBROKEN_LOCAL_DIR": str(tmp_path / "second-local")}
+    second = subprocess.Popen(run, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        shown = (unbroken, "status", "--json", "--job-dir", str(there))
+        look = lambda: subprocess.run(shown, env=environment, capture_output=True, text=True).stdout  # noqa: E731
+        a.until(lambda: '"state":"CORDONED"' in look(), 60, "the second job to leave b out")
+        subprocess.run((unbroken, "uncordon", "b", "--cluster", "-m", "GPU replaced"), check=True, env=environment)
+        assert second.wait(60) == 0
+    finally:
+        second.kill()
+        second.wait()
+    for job in (a, c):
+        job.succeeds()
+    assert (known().state, known().score.outages) == ("PROBATION", 1)
