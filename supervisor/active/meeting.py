@@ -322,7 +322,9 @@ class Leader:
         able = [name for name, node in self._nodes.items() if name not in failed and not node.lost]
         pairs, rounds = self._pair_tests(able) if self._wants(PAIR_TEST) else (None, [])
         group = smallest = None
-        if self._wants("group"):
+        if pairs is not None and pairs.links:
+            self._missing.append("all together were not tested: it is known which two of them fail together")
+        elif self._wants("group"):
             group, smallest = self._group_tests(
                 [name for name in (pairs.good if pairs is not None else able) if not self._nodes[name].lost]
             )
