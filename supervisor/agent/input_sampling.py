@@ -21,8 +21,8 @@ from diagnosis.input_stages import InputProfile, LoaderFrame, LoaderSample, Wait
 from diagnosis.signals import clean_line
 from recovery.snapshot_memory import free_bytes
 from supervisor.agent.evidence import dump_stack
+from supervisor.agent.loader_watch import RankInput, SlowStage
 from supervisor.agent.procfs import descendants
-from supervisor.agent.tracing import RankInput, SlowStage
 from supervisor.keeper_client import WorkerProcess
 
 SAMPLES: Final = 20

@@ -24,7 +24,8 @@ from typing import IO, Final
 
 import msgspec
 
-from diagnosis.signals import Frozen, RankSample, clean_line
+from diagnosis.signals import Frozen, clean_line
+from supervisor.agent.loader_watch import LoaderWatch, RankInput
 from supervisor.agent.ranks import RankMonitor
 from supervisor.agent.state import AgentState
 from supervisor.blocking import BlockingCalls
@@ -52,10 +53,6 @@ FREE_BYTES: Final = 1 << 30
 MOST_FILES: Final = 64
 """Of one node in one attempt, in the job folder."""
 COPY_S: Final = 120.0
-WAITS_MUCH: Final = 0.2
-LONG_S: Final = 300.0
-"""A rank that waits much for its data, and for so long, is looked at by itself, once in an attempt."""
-WAITS_EVERY_S: Final = 10.0
 MOST_LOADERS: Final = 4
 """Of ranks of a node whose loaders are looked at for one request."""
 TAIL: Final = 4096
@@ -71,74 +68,6 @@ class TracedRank(Frozen, frozen=True, kw_only=True):
     """In the folder of the answer."""
     size_bytes: int = 0
     problem: str = ""
-
-
-class SlowStage(Frozen, frozen=True, kw_only=True):
-    stage: str
-    what: str
-    share: float
-
-
-class RankInput(Frozen, frozen=True, kw_only=True):
-    """What came of one rank."""
-
-    rank: int
-    input_share: float | None = None
-    """Of its time that it waits for data; None: not known."""
-    workers: int = 0
-    """Of its data loader; 0: the script loads in its own process."""
-    samples: int = 0
-    idle: float = 0.0
-    """Share of the samples in which a worker had nothing to do."""
-    stages: tuple[SlowStage, ...] = ()
-    advice: tuple[str, ...] = ()
-    problem: str = ""
-
-    @property
-    def text(self) -> str:
-        """`rank 3 waits for data 38 % of the time; 71 % of its 4 loader workers' time is decoding images (PIL)`."""
-        waits = (
-            f"rank {self.rank} waits for data {self.input_share:.0%} of the time; "
-            if self.input_share is not None
-            else ""
-        )
-        whose = f"its {self.workers} loader workers' time" if self.workers else "its loading time"
-        if not self.stages:
-            return f"{waits}{self.problem or 'its loader has nothing to do'}"
-        first, *more = self.stages[:3]
-        others = "".join(f", {one.share:.0%} {one.what}" for one in more)
-        return f"{waits}{first.share:.0%} of {whose} is {first.what}{others}"
-
-
-class LoaderWatch:
-    """Which rank has waited much for its data, and long. Pure."""
-
-    def __init__(self) -> None:
-        self._attempt = 0
-        self._since: dict[int, float] = {}
-        self._told = False
-        self._next = 0.0
-
-    def is_due(self, now: float, attempt: int) -> bool:
-        """Cheap: the agent asks with each look."""
-        if attempt != self._attempt:
-            self._attempt, self._since, self._told = attempt, {}, False
-        return not self._told and now >= self._next
-
-    def look(self, now: float, samples: Sequence[RankSample]) -> int | None:
-        """A rank to look at, once in an attempt."""
-        self._next = now + WAITS_EVERY_S
-        waiting = {
-            one.rank: one.clock.input_share
-            for one in samples
-            if one.exit is None and one.clock is not None and (one.clock.input_share or 0.0) >= WAITS_MUCH
-        }
-        self._since = {rank: self._since.get(rank, now) for rank in waiting}
-        long = [rank for rank, since in self._since.items() if now - since >= LONG_S]
-        if not long:
-            return None
-        self._told = True
-        return max(long, key=lambda rank: (waiting[rank] or 0.0, -rank))
 
 
 class TraceAnswer(Frozen, frozen=True, kw_only=True):

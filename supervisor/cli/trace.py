@@ -136,7 +136,7 @@ def _ask(job: JobHandle, order: Order, as_json: bool) -> None:
 
 
 def _show_inputs(answer: dict[str, Any]) -> None:
-    from supervisor.agent.tracing import RankInput
+    from supervisor.agent.loader_watch import RankInput
 
     told: set[str] = set()
     for one in (msgspec.convert(rank, RankInput) for rank in answer["ranks"]):

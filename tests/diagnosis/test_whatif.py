@@ -57,6 +57,69 @@ def timeline(
     return found
 
 
+def interleaved(
+    slow: Mapping[tuple[int, int], float], stages: int = 2, chunks: int = 2, batches: int = 4
+) -> list[Operation]:
+    """Two replicas of a pipeline with several model chunks on each stage: every forward first, then every backward.
+
+    As profilers do, it records a transfer for each computation, also at both ends of the model.
+    """
+    found: list[Operation] = []
+    whole = stages * chunks
+    ends: dict[int, list[float]] = {}
+    for dp in (0, 1):
+        done: dict[tuple[str, int, int], float] = {}
+        free, counts = [0.0] * stages, [{"forward": 0, "backward": 0} for _ in range(stages)]
+        forward = [("forward", chunk, batch) for chunk in range(chunks) for batch in range(batches)]
+        backward = [("backward", chunk, batch) for chunk in reversed(range(chunks)) for batch in range(batches)]
+        left = [[*forward, *backward] for _ in range(stages)]
+        while any(left):
+            for at in range(stages):
+                while left[at]:
+                    way, chunk, batch = left[at][0]
+                    part = chunk * stages + at
+                    before = (way, part + (-1 if way == "forward" else 1), batch)
+                    is_first = way == "forward" and part == 0
+                    if way == "backward" and part == whole - 1:
+                        before = ("forward", part, batch)
+                    if not is_first and before not in done:
+                        break
+                    left[at].pop(0)
+                    came = free[at] if is_first else done[before]
+                    begin = max(free[at], came)
+                    end = begin + (FORWARD_S if way == "forward" else BACKWARD_S) * slow.get((dp, at), 1.0)
+                    number = counts[at][way]
+                    counts[at][way] += 1
+                    rows = (
+                        (f"{way}-recv", min(free[at], came), came),
+                        (f"{way}-compute", begin, end),
+                        (f"{way}-send", end, end),
+                    )
+                    for kind, first, last in rows:
+                        is_compute = kind.endswith("compute")
+                        places = (chunk, part) if is_compute else (-1, -1)
+                        found.append(Operation(dp, at, dp * stages + at, 0, kind, first, last - first, number, *places))
+                    free[at] = done[way, part, batch] = end
+        ends[dp] = free
+    last = max(max(one) for one in ends.values())
+    for dp, at in ((dp, at) for dp in ends for at in range(stages)):
+        place = (dp, at, dp * stages + at, 0)
+        found.append(Operation(*place, "optimizer-clip-main-grad", ends[dp][at], last - ends[dp][at], 0, -1, -1))
+        found.append(Operation(*place, "optimizer", last, END_S, 0, -1, -1))
+    return found
+
+
+@pytest.mark.parametrize(("slow", "rank"), [({}, None), ({(1, 0): 2.0}, 2), ({(0, 1): 3.0}, 1)])
+def test_interleaved_stages(slow: Mapping[tuple[int, int], float], rank: int | None) -> None:
+    found = analyse(interleaved(slow))
+    assert found.simulated_s == pytest.approx(found.measured_s)
+    if rank is None:
+        assert found.slowdown == pytest.approx(1.0)
+    else:
+        assert found.worst_ranks == (rank,)
+        assert found.worst.of_loss == pytest.approx(1.0, abs=0.1)
+
+
 def row(dp: int, stages: int, step: int, kind: str, at: int, begin: float, end: float) -> Operation:
     return Operation(dp, at, dp * stages + at, step, kind, step * 100 + begin, end - begin, 0, 0, at)
 

@@ -15,7 +15,7 @@ import pytest
 
 from diagnosis.signals import RankClock, RankSample
 from supervisor.agent.input_sampling import look_at
-from supervisor.agent.tracing import LONG_S, WAITS_EVERY_S, LoaderWatch, RankInput
+from supervisor.agent.loader_watch import LONG_S, WAITS_EVERY_S, LoaderWatch, RankInput
 from supervisor.keeper_client import WorkerProcess
 
 SCRIPT = """
