@@ -540,6 +540,7 @@ class Job:
         )
         yield from self.incidents.started_again(event, lost)
         self.scheduler.end_life()
+        self.swaps.begin_life()
         core.state, core.outcome, core.ended_at, core.controller_may_go = "IDLE", None, None, False
         core.stop_signal, core.grace_s = "SIGTERM", STOP_GRACE_S
         self.space.stop_waiting()

@@ -424,6 +424,11 @@ class Swaps:
             at=self._core.now,
         )
 
+    def begin_life(self) -> None:
+        """The scheduler has started the job again: its nodes are others."""
+        self.proposed.clear()
+        self._look_as_usual()
+
     def next_attempt_forms(self) -> Wants:
         """The run restarts for another reason: who should leave, leaves with it. What is known of nodes that have gone,
         or are cordoned, is forgotten."""

@@ -363,3 +363,12 @@ def test_ranks_are_asked_for_a_checkpoint_and_may_end_after_it(story: Any) -> No
     job.driver.up(5)
     job.driver.finish()
     assert job.job.attempt.finishing, "nobody has asked this attempt"
+
+
+def test_another_start_by_the_scheduler_knows_nothing_of_its_nodes(story: Any) -> None:
+    job = story(scheduler="slurm", scheduler_job="7")
+    job.finds("degrades", severity="error")
+    assert job.driver.told["a"].save_awaited
+    job.driver.tell(m.JobRequeued, requeues=1)
+    assert job.states == {}
+    assert not job.job.nodes.save_awaited
