@@ -254,7 +254,7 @@ def test_other_formats(supervise: Supervise, tmp_path: Path, trainer: str, extra
 
 # ----- what it costs -----
 
-PAIRS = 6
+PAIRS = 3
 
 
 def steps_of(cluster: Cluster, interval: int) -> list[float]:
@@ -266,7 +266,7 @@ def steps_of(cluster: Cluster, interval: int) -> list[float]:
 
 def test_step_time_with_and_without(supervise: Supervise, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints a figure for docs/benchmarks.md: pairs in turns, 2 nodes, each save 64 MiB, mirrored and published."""
-    interval = 50
+    interval = 30
     more = ("--ballast-mb", "32", "--checkpoint.interval", str(interval))
     found: dict[bool, list[list[float]]] = {True: [], False: []}
     for turn in range(2 * PAIRS):
@@ -278,7 +278,7 @@ def test_step_time_with_and_without(supervise: Supervise, tmp_path: Path, capsys
             folder,
             "titan",
             *more,
-            steps=300,
+            steps=150,
             pace=0.02,
             spares=0,
             publish=on,
