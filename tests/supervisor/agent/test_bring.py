@@ -77,7 +77,7 @@ class Node:
         self.state, self._seen = state, seen
         self.mover = MoverRunner(state, seen, slack_s=slack_s, retries_s=0.0)
         nothing: Any = None
-        self._actions = ActionRunner(state, nothing, nothing, nothing, seen, self.mover)
+        self._actions = ActionRunner(state, nothing, nothing, nothing, seen, self.mover, nothing)
 
     def roll_back(self, path: Path) -> None:
         prepare([SetAside(path=str(path), why=f"{ROLLED_BACK}a test")], self._seen.bounds())
