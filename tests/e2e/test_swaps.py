@@ -13,17 +13,18 @@ pytestmark = pytest.mark.e2e
 Supervise = Callable[..., Any]
 
 
-def three(supervise: Supervise, rig: str, pace: float, steps: int = 60) -> tuple[Any, Any, Any]:
+def three(supervise: Supervise, rig: str, pace: float, steps: int = 60, every: int = 5) -> tuple[Any, Any, Any]:
     """Nodes a and b with a rank each, c as a spare. `rig`: what happens on b."""
     shared = {"nproc": 1, "world": 2, "torchrun": ("--nnodes", "2"), "pace": pace, "steps": steps}
-    a = supervise("plain", node="a", options=("--node-name", "a", "--spares", "1"), **shared)
+    saves = ("--save-every", str(every))
+    a = supervise("plain", *saves, node="a", options=("--node-name", "a", "--spares", "1"), **shared)
     shown = a.job_dir / "controller.json"
     a.until(shown.exists, 20, "a controller")
     others = []
     for name, extra, its_rig in (("b", (), rig), ("c", ("--spare",), "")):
         address = str(json.loads(shown.read_text())["address"])
         options = ("--node-name", name, "--controller", address, "--spares", "1", *extra)
-        job = supervise("plain", node=name, options=options, rig=its_rig, **shared)
+        job = supervise("plain", *saves, node=name, options=options, rig=its_rig, **shared)
         a.until(lambda name=name: name in [one["node"] for one in a.told("status")["nodes"]], 30, f"{name} to join")
         others.append(job)
     return a, *others
@@ -56,7 +57,7 @@ def test_a_rank_that_hangs_of_an_xid_is_replaced_after_one_slow_step(supervise: 
 @pytest.mark.timeout(300)
 def test_a_rank_that_trains_on_leaves_at_the_next_checkpoint(supervise: Supervise) -> None:
     """And what it prints of an Xid is nothing."""
-    a, _, c = three(supervise, "xid_printed@12:1,xid@31:1", 0.3, 120)
+    a, _, c = three(supervise, "xid_printed@12:1,xid@31:1", 0.3, 90, 60)
     a.wait_shown(r"b leaves at the next checkpoint", 60)
     (planned,) = a.told("status")["swaps"]
     assert (planned["node"], planned["state"]) == ("b", "planned")
