@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import click
 import msgspec
 
-from supervisor.cli.job_commands import JobHandle, job_options, send, status_from_journal
+from supervisor.cli.job_commands import JOB_OPTIONS, JobHandle, send, status_from_journal, with_options
 from supervisor.cli.output import operator_name, print_answer, warn
 from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
 from supervisor.messages import CommandRequest
@@ -42,21 +42,26 @@ def _ranks(_: click.Context, parameter: click.Parameter, value: str | None) -> t
     return tuple(sorted(found))
 
 
+def _job_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Where the job is. With files there need not be one, so it is looked for later."""
+    return with_options(command, JOB_OPTIONS)
+
+
 @click.command()
 @click.argument("files", nargs=-1, metavar="[FILE...]", type=click.Path(path_type=Path))
 @click.option("--ranks", callback=_ranks, metavar="R,R-R", help="Ask these ranks.  [a few, the slow ones among them]")
 @click.option("--steps", type=click.IntRange(1, 100), default=3, metavar="N", help="Trace N whole steps.  [3]")
 @click.option("--wait", "wait_s", type=click.IntRange(1, 600), default=60, metavar="S", help="Wait S seconds.  [60]")
 @click.option("--input", "of_input", is_flag=True, help="Say which stage of loading data is slow; works in every job.")
-@job_options
+@_job_options
 def trace(
-    job: JobHandle,
     as_json: bool,
     files: tuple[Path, ...],
     ranks: tuple[int, ...],
     steps: int,
     wait_s: int,
     of_input: bool,
+    **where: str,
 ) -> None:
     """Say where the time of a step goes, rank by rank.
 
@@ -64,9 +69,12 @@ def trace(
     With FILE, what is there is read: Kineto traces of ranks, a folder of them, or one timeline of operations (Parquet
     or CSV): then what the slow operations cost.
     """
+    if where["job_dir"] and where["slurm_job"]:
+        raise click.UsageError("--job and --job-dir both name a job: give only one of them")
     if files and of_input:
         raise click.UsageError("--input asks a running job: it takes no FILE")
     if not files:
+        job = JobHandle(where["job_dir"], where["address"], where["token_file"], where["slurm_job"])
         _ask(job, Order(what="--input" if of_input else "", ranks=ranks, steps=steps, wait_s=wait_s), as_json)
         return
     from supervisor.diagnose.traces import TraceUnreadable, is_timeline, trace_files
