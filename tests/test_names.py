@@ -134,6 +134,7 @@ def test_modules_are_one_concept() -> None:
     reasons = {
         "supervisor/controller/journal.py",  # the format, the file, its repair, and the thread that writes it
         "supervisor/messages.py",  # all that travels between the processes, or is in the journal
+        "supervisor/job/job.py",  # the states, the three tables of who handles what, and what concerns several parts
         "supervisor/job/incidents.py",  # one story, from the first sign of a failure to the plan that is carried out
         "supervisor/job/attempts.py",  # an attempt, from its checkpoint and its nodes to its end
         "diagnosis/verdict/log_accounts.py",  # old logs as accounts: one table of rows, and what the rows ask of a log
