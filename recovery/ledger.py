@@ -10,7 +10,8 @@ A score says which nodes fail again and again. It is told, and never acted on.
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
+from bisect import bisect_right
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Annotated, ClassVar, Final, Literal, NamedTuple
 
@@ -45,6 +46,11 @@ NODES_IN_RECORD: Final = 256
 NAME_LIMIT: Final = 128
 TEXT_LIMIT: Final = 300
 EVIDENCE_LINES: Final = 5
+FLEET_LIMIT: Final = 1_000_000
+UNTIL_LIMIT: Final = 250e9
+"""An end that lies further ahead (in the year 9892) is none: calendars end soon after."""
+CLASSES_KEPT: Final = 16
+"""Of one outage."""
 
 TestVerdict = Literal["pass", "fail", "unknown"]
 """`unknown`: the test could not say, as where too few nodes were there to compare with."""
@@ -193,6 +199,11 @@ def _cleaned(entry: LedgerEntry) -> LedgerEntry:
     cleaned = {name: _clean(name, getattr(what, name)) for name in what.__struct_fields__}
     if not fields["id"] or ("node" in cleaned and not cleaned["node"]):
         raise ValueError("it names no node")
+    if isinstance(what, NodeCordoned):
+        cleaned["fleet"] = min(max(0, what.fleet), FLEET_LIMIT)
+        cleaned["until"] = what.until if what.until is None or what.until < UNTIL_LIMIT else None
+    elif isinstance(what, NodesSeen):
+        cleaned["nodes"] = tuple(filter(None, cleaned["nodes"]))
     return msgspec.structs.replace(entry, what=msgspec.structs.replace(what, **cleaned), **fields)
 
 
@@ -289,16 +300,21 @@ def _held_back(ordered: Sequence[LedgerEntry]) -> frozenset[int]:
     """Cordons of policy that are one too many within the hour, as the circuit breaker counts them over all jobs: they
     are proposals. By place in memory, for two may have one id. Several jobs write at the same time, and every reader
     comes to the same answer."""
-    taken: list[tuple[float, str]] = []
+    taken: deque[tuple[float, str]] = deque()
+    within: Counter[str] = Counter()
     held: set[int] = set()
     for entry in ordered:
         what = entry.what
         if not isinstance(what, NodeCordoned) or what.scope != "cluster" or entry.by != "policy":
             continue
-        within = {node for at, node in taken if at > entry.at - HOUR_S}
+        while taken and taken[0][0] <= entry.at - HOUR_S:
+            _, node = taken.popleft()
+            within[node] -= 1
+            if not within[node]:
+                del within[node]
         if what.node in within or len(within) < breaker_limit(what.fleet):
-            taken = [one for one in taken if one[0] > entry.at - HOUR_S]
             taken.append((entry.at, what.node))
+            within[what.node] += 1
         else:
             held.add(id(entry))
     return frozenset(held)
@@ -366,9 +382,12 @@ def outages(events: Sequence[LedgerEntry]) -> list[Outage]:
         else:
             continue
         if found and entry.at < newest + OUTAGE_S:
-            found[-1] = found[-1]._replace(classes=tuple(sorted({*found[-1].classes, name})))
+            classes = found[-1].classes
+            if name not in classes and len(classes) < CLASSES_KEPT:
+                found[-1] = found[-1]._replace(classes=tuple(sorted((*classes, name))))
         else:
-            since = max((at for at in repairs if at <= entry.at), default=None)
+            before = bisect_right(repairs, entry.at)
+            since = repairs[before - 1] if before else None
             again_s = entry.at - since if since is not None and entry.at - since < PROBATION_S else None
             found.append(Outage(entry.at, (name,), again_s))
         newest = entry.at

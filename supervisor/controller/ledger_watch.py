@@ -106,7 +106,11 @@ class LedgerWatch:
 
     async def first_look(self) -> None:
         """Before anybody can join: cordoned nodes are known from the start, if the folder answers soon."""
-        await self._look(FIRST_S)
+        try:
+            await self._look(FIRST_S)
+        except Exception as error:  # a defect here must not cost the job its controller
+            log.exception("the ledger")
+            self._tell((), 0, f"{self._folder.folder}: {error!r}"[:REASON_CHARS])
 
     async def run(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import msgspec
 import pytest
@@ -310,3 +311,35 @@ def test_text_is_cleaned_and_bounded() -> None:
 
 def test_durations() -> None:
     assert [duration_s(text) for text in ("90m", "12h", "3d", "soon", "-1h")] == [5400.0, 43200.0, 259200.0, None, None]
+
+
+@pytest.mark.parametrize(("field", "value"), [("fleet", b"1" + b"0" * 400), ("until", b"1e308"), ("until", b"1e12")])
+def test_numbers_beyond_all_measure_do_no_harm(field: str, value: bytes) -> None:
+    raw = encode_entry(entry(cordon(until=NOW + 5.0, fleet=8)))
+    before = {"fleet": b'"fleet":8', "until": b'"until":1800000005.0'}[field]
+    assert before in raw
+    line = read_line(raw.replace(before, b'"%s":%s' % (field.encode(), value)), NOW)
+    assert line.entry is not None
+    [held] = merge([line.entry], NOW)["n7"].cordons
+    assert isinstance(held.what, NodeCordoned)
+    assert held.what.fleet <= 1_000_000
+    assert held.what.until is None or held.what.until == NOW + 5.0
+
+
+def test_a_node_without_a_name_is_none() -> None:
+    line = read_line(encode_entry(entry(NodesSeen(nodes=("\n", "n1")))), NOW)
+    assert line.entry is not None
+    assert list(merge([line.entry], NOW)) == ["n1"]
+
+
+def test_very_many_records_are_merged_soon() -> None:
+    many = 30_000
+    entries = [entry(cordon(f"n{number}", fleet=10**6), NOW + number * 1e-3) for number in range(many)]
+    entries += [entry(failed("x", f"c{number}"), NOW + number * 1e-3) for number in range(many)]
+    repaired = CordonLifted(node="y", repair="r")
+    entries += [entry(failed("y") if number % 2 else repaired, NOW - number * 9 * HOUR_S) for number in range(many)]
+    began = time.process_time()
+    found = merge(entries, NOW + 60)
+    assert time.process_time() - began < 15.0
+    assert found["n29999"].cordons
+    assert found["x"].score.outages == 1

@@ -181,3 +181,15 @@ def test_a_lemon_is_named_until_it_is_taken_out_of_use() -> None:
     }
     out = samples(*bad, held)
     assert (out["unbroken_ledger_nodes", "lemon"], out["unbroken_ledger_nodes", "cordoned"]) == (0, 1)
+
+
+class Broken(LedgerFolder):
+    def signature(self) -> Any:
+        raise ValueError("a defect")
+
+
+def test_a_defect_does_not_keep_a_controller_from_its_start(tmp_path: Path) -> None:
+    posted: list[Any] = []
+    watch = LedgerWatch(Broken(tmp_path), posted.append, time.time, lambda: ())
+    asyncio.run(watch.first_look())
+    assert "a defect" in posted[-1].problem
