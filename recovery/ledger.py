@@ -203,7 +203,7 @@ def _cleaned(entry: LedgerEntry) -> LedgerEntry:
         cleaned["fleet"] = min(max(0, what.fleet), FLEET_LIMIT)
         cleaned["until"] = what.until if what.until is None or what.until < UNTIL_LIMIT else None
     elif isinstance(what, NodesSeen):
-        cleaned["nodes"] = tuple(filter(None, cleaned["nodes"]))
+        cleaned["nodes"] = tuple(one for node in what.nodes[: _MOST["nodes"]] if (one := _clean("node", node)))
     return msgspec.structs.replace(entry, what=msgspec.structs.replace(what, **cleaned), **fields)
 
 

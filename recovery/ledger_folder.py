@@ -17,7 +17,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ from recovery.ledger import (
     LedgerEntry,
     LedgerLine,
     LedgerRecord,
+    TestResult,
     compacted,
     encode_entry,
     read_line,
@@ -40,6 +41,12 @@ SEALED_S: Final = 2 * DAY_S
 FILE_BYTES: Final = 16 << 20
 FILES_READ: Final = 4096
 BYTES_READ: Final = 256 << 20
+FILE_READ: Final = 4 * FILE_BYTES
+"""Of one file: a broken one must not hide all others."""
+PIECE_BYTES: Final = 4 << 20
+"""So much of a file is in memory at once, besides what its lines say."""
+ENTRIES_READ: Final = 1_000_000
+"""Of all files; one takes about 1 KB of memory."""
 COMPACT_FILES, COMPACT_BYTES = 8, 4 << 20
 """From so many own files, or so many bytes in several, they are put together."""
 PROBLEMS_KEPT: Final = 20
@@ -68,15 +75,32 @@ class _File:
     numbers: int = 0
     """Lines so far."""
     modified_at: float = 0.0
+    cut: bool = False
+    """It was read in part: there is more than is read."""
     lines: list[LedgerLine] = dataclasses.field(default_factory=list)
+    tested: dict[str, LedgerLine] = dataclasses.field(default_factory=dict)
+    """By node, its newest test that did not fail, where the others are not kept."""
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
 class LedgerFolder:
-    """One process's way to the folder. Not for several threads at once."""
+    """One process's way to the folder. Not for several threads at once.
 
-    def __init__(self, folder: str | Path, host: str = "") -> None:
+    `all_tests`: else only the newest test of a node in each file is kept in memory, of those that did not fail. Most
+    records are such tests, and a job has no use for them.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        host: str = "",
+        *,
+        all_tests: bool = True,
+        most_bytes: int = BYTES_READ,
+        most_entries: int = ENTRIES_READ,
+    ) -> None:
         self.folder = Path(folder)
+        self._host, self._all_tests, self._most_bytes, self._most_entries = host, all_tests, most_bytes, most_entries
         name = re.sub(r"[^A-Za-z0-9._-]", "_", host or socket.gethostname())[:60]
         self.writer = f"{name}-{os.getpid()}-{os.urandom(4).hex()}"
         self._number = 0
@@ -115,27 +139,33 @@ class LedgerFolder:
             problems += [f"{name}: {problem}" for problem in known.problems]
         more = len(problems) - PROBLEMS_KEPT
         told = (*problems[:PROBLEMS_KEPT], *([f"and {more} more"] if more > 0 else []))
-        entries = tuple(line.entry for known in self._files.values() for line in known.lines if line.entry is not None)
-        return LedgerRead(entries, told)
+        lines = (line for known in self._files.values() for line in (*known.lines, *known.tested.values()))
+        return LedgerRead(tuple(line.entry for line in lines if line.entry is not None), told)
 
     def _names(self) -> list[str]:
         return sorted(name for name in os.listdir(self.folder) if _NAME.fullmatch(name))
 
     def _read_all(self, names: Sequence[str], now: float, problems: list[str]) -> None:
-        left = BYTES_READ
+        left, entries = self._most_bytes, self._most_entries
         for name in reversed(names):
             try:
-                left -= self._read_file(name, now, left)
+                known = self._read_file(name, now, left, entries)
+                left -= min(known.size, FILE_READ)
+                entries -= len(known.lines) + len(known.tested)
             except FileNotFoundError:
                 raise
             except OSError as error:
                 self._files.pop(name, None)
                 problems.append(f"{name}: {error.strerror or error}")
-        if left <= 0:
-            problems.append(f"older files are left out: there is more than {BYTES_READ >> 20} MiB")
+        if any(known.cut for known in self._files.values()):
+            problems.append(
+                "some records, and cordons may be among them, are left out: the oldest of more than "
+                f"{self._most_bytes >> 20} MiB or {self._most_entries} records, or the end of a file of more than "
+                f"{FILE_READ >> 20} MiB"
+            )
 
-    def _read_file(self, name: str, now: float, most: int) -> int:
-        """Read on behind what is known of it; its size."""
+    def _read_file(self, name: str, now: float, most: int, entries: int) -> _File:
+        """Read on behind what is known of it: so many bytes from its begin, and so many records."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         descriptor = os.open(self.folder / name, flags)
         with open(descriptor, "rb") as file:
@@ -146,10 +176,41 @@ class LedgerFolder:
             if known is None or known.inode != about.st_ino or about.st_size < known.end:
                 known = self._files[name] = _File(about.st_ino, own=about.st_uid == os.geteuid())
             known.size, known.modified_at = about.st_size, about.st_mtime
-            if known.end < about.st_size and most > 0:
+            limit, before = min(max(0, most), about.st_size, FILE_READ), -1
+            while before < known.end < limit and len(known.lines) + len(known.tested) < entries:
+                before = known.end
                 file.seek(known.end)
-                _take_lines(known, file.read(min(most, about.st_size - known.end)), now)
-        return known.size
+                self._take_lines(known, file.read(min(PIECE_BYTES, limit - known.end)), now)
+            known.cut = known.end < about.st_size and (limit < about.st_size or before != known.end)
+        return known
+
+    def _take_lines(self, known: _File, data: bytes, now: float) -> None:
+        """A line without its end is being written just now, or was when its writer died."""
+        whole, bar, rest = data.rpartition(b"\n")
+        for raw in whole.split(b"\n") if bar else ():
+            known.numbers += 1
+            if not raw:
+                continue
+            line = read_line(raw, now)
+            if line.entry is not None:
+                self._keep(known, line._replace(raw=b""), line.entry)
+            elif line.newer:
+                known.lines.append(line)
+            if line.problem and len(known.problems) < PROBLEMS_KEPT:
+                known.problems.append(f"line {known.numbers} {line.problem}, and is left out")
+        known.end += len(whole) + len(bar)
+        if len(rest) > LINE_BYTES:
+            known.problems.append(f"what follows line {known.numbers} is no line, and is left out")
+            known.end += len(rest)
+
+    def _keep(self, known: _File, line: LedgerLine, entry: LedgerEntry) -> None:
+        what = entry.what
+        if self._all_tests or not isinstance(what, TestResult) or what.verdict == "fail":
+            known.lines.append(line)
+            return
+        other = known.tested.get(what.node)
+        if other is None or other.entry is None or other.entry.at < entry.at:
+            known.tested[what.node] = line
 
     # ----- writing -----
 
@@ -209,17 +270,34 @@ class LedgerFolder:
 
         Raises OSError.
         """
-        read = self.read(now)
-        sealed = {
-            name: known
-            for name, known in self._files.items()
-            if known.own and _begun_at(name) < now - SEALED_S and known.modified_at < now - APPEND_S
-        }
-        size = sum(known.size for known in sealed.values())
+        sealed = self._sealed(now)
+        size = sum(sealed.values())
         if len(sealed) < 2 or (len(sealed) < COMPACT_FILES and size < COMPACT_BYTES):
             return 0
+        all_of_it = LedgerFolder(self.folder, self._host, most_bytes=self._most_bytes, most_entries=self._most_entries)
+        return all_of_it._put_together(sealed, now)
+
+    def _sealed(self, now: float) -> dict[str, int]:
+        """Own files that nobody appends to any more, and their sizes."""
+        found = {}
+        for name in self._names()[-FILES_READ:]:
+            if _begun_at(name) < now - SEALED_S:
+                with contextlib.suppress(FileNotFoundError):
+                    about = os.stat(self.folder / name, follow_symlinks=False)
+                    if about.st_uid == os.geteuid() and about.st_mtime < now - APPEND_S:
+                        found[name] = about.st_size
+        return found
+
+    def _put_together(self, names: Iterable[str], now: float) -> int:
+        """Files that were read to their end: what was not read is not lost."""
+        read = self.read(now)
+        own = {name: self._files[name] for name in names if name in self._files}
+        sealed = {name: known for name, known in own.items() if known.own and not known.cut}
+        if len(sealed) < 2:
+            return 0
         lines = compacted([line for known in sealed.values() for line in known.lines], read.entries, now)
-        self._write_whole(b"".join(line + b"\n" for line in lines), now)
+        for data in _in_files(lines):
+            self._write_whole(data, now)
         gone = 0
         for name, known in sealed.items():
             path = self.folder / name
@@ -269,22 +347,15 @@ def _begun_at(name: str) -> float:
     return float(found[1]) if found is not None else float("inf")
 
 
-def _take_lines(known: _File, data: bytes, now: float) -> None:
-    """A line without its end is being written just now, or was when its writer died."""
-    whole, bar, rest = data.rpartition(b"\n")
-    for raw in whole.split(b"\n") if bar else ():
-        known.numbers += 1
-        if not raw:
-            continue
-        line = read_line(raw, now)
-        if line.entry is not None or line.newer:
-            known.lines.append(line._replace(raw=b"") if line.entry is not None else line)
-        if line.problem and len(known.problems) < PROBLEMS_KEPT:
-            known.problems.append(f"line {known.numbers} {line.problem}, and is left out")
-    known.end += len(whole) + len(bar)
-    if len(rest) > LINE_BYTES:
-        known.problems.append(f"what follows line {known.numbers} is no line, and is left out")
-        known.end += len(rest)
+def _in_files(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """None of them larger than a file of a writer."""
+    data = bytearray()
+    for line in lines:
+        if data and len(data) + len(line) >= FILE_BYTES:
+            yield bytes(data)
+            data.clear()
+        data += line + b"\n"
+    yield bytes(data)
 
 
 def _sync_folder(folder: Path) -> None:

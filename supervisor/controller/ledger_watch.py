@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -33,6 +34,10 @@ DEADLINE_S: Final = 20.0
 LAST_S: Final = 3.0
 """So long the controller's end waits for what is still to be written."""
 COMPACT_S: Final = 12 * 3600.0
+COMPACT_FIRST_S: Final = (60.0, 600.0)
+"""After the controller's start, somewhere between: short jobs leave files, too, and many may start at once."""
+ENTRIES_KEPT: Final = 200_000
+"""In the controller's memory, which takes about 1 KB for each."""
 NODES_REPORTED: Final = 1000
 REASON_CHARS: Final = 200
 WAITING_LIMIT: Final = 1000
@@ -89,7 +94,7 @@ class LedgerWatch:
         self._calls = BlockingCalls("ledger")
         self._signature: object = None
         self._read_at = float("-inf")
-        self._compacted_at = time.monotonic()
+        self._compact_at = time.monotonic() + random.uniform(*COMPACT_FIRST_S)
         self._reported: tuple[object, ...] | None = None
         self._noted: frozenset[str] = frozenset()
         """Nodes of the job that were written down."""
@@ -153,8 +158,8 @@ class LedgerWatch:
         signature, at = self._folder.signature(), time.monotonic()
         if signature == self._signature and at < self._read_at + AFRESH_S:
             return None
-        if at > self._compacted_at + COMPACT_S:
-            self._compacted_at = at
+        if at > self._compact_at:
+            self._compact_at = at + COMPACT_S
             self._folder.compact(now)
             signature = self._folder.signature()
         read = self._folder.read(now)

@@ -310,11 +310,14 @@ async def _read_ledger(control: ControlLoop, folder: str) -> None:
     if not folder:
         return
     from recovery.ledger_folder import LedgerFolder
-    from supervisor.controller.ledger_watch import LedgerWatch
+    from supervisor.controller.ledger_watch import ENTRIES_KEPT, LedgerWatch
 
     nodes = control.job.nodes
     control.ledger = LedgerWatch(
-        LedgerFolder(folder), control.post, control.clock.now, lambda: [one.scheduler_name or one.name for one in nodes]
+        LedgerFolder(folder, all_tests=False, most_entries=ENTRIES_KEPT),
+        control.post,
+        control.clock.now,
+        lambda: [one.scheduler_name or one.name for one in nodes],
     )
     await control.ledger.first_look()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from recovery.ledger import DAY_S, KEEP_S, CordonLifted, NodeCordoned, NodeFailed, NodesSeen, merge
+from recovery.ledger import DAY_S, KEEP_S, CordonLifted, NodeCordoned, NodeFailed, NodesSeen, TestResult, merge
 from recovery.ledger_folder import APPEND_S, COMPACT_FILES, SEALED_S, LedgerFolder
 
 NOW = 1_800_000_000.0
@@ -215,3 +215,50 @@ def test_a_lift_names_what_was_read(tmp_path: Path) -> None:
     lift = CordonLifted(node="n1", lifts=tuple(held.id for held in record.cordons), repair="new GPU")
     other.append([other.entry(lift, NOW + 1, by="bob"), other.entry(NodesSeen(nodes=("n1",)), NOW, by="bob")], NOW)
     assert merge(one.read(NOW + 2).entries, NOW + 2)["n1"].state == "PROBATION"
+
+
+def test_what_was_not_read_is_not_removed(tmp_path: Path) -> None:
+    """Files are put together by one that reads less than there is."""
+    fill(tmp_path, COMPACT_FILES, 20)
+    aged(tmp_path, NOW)
+    later = NOW + SEALED_S + APPEND_S
+    before = merge(LedgerFolder(tmp_path).read(later).entries, later)
+    size = max(path.stat().st_size for path in tmp_path.iterdir())
+    for few in (LedgerFolder(tmp_path, most_bytes=3 * size), LedgerFolder(tmp_path, most_entries=65)):
+        few.compact(later)
+        read = few.read(later)
+        assert read.problems or len(list(tmp_path.iterdir())) < COMPACT_FILES
+        assert read == few.read(later), "it does not read on and on"
+    after = merge(LedgerFolder(tmp_path).read(later).entries, later)
+    assert {node: len(one.cordons) for node, one in after.items()} == {
+        node: len(one.cordons) for node, one in before.items()
+    }
+
+
+def test_one_file_that_is_far_too_large_hides_no_other(tmp_path: Path) -> None:
+    put(LedgerFolder(tmp_path), "n1")
+    with (tmp_path / f"{int(NOW) + 5}-broken.jsonl").open("wb") as file:
+        file.truncate(3 << 40)
+    reader = LedgerFolder(tmp_path)
+    found = reader.read(NOW)
+    assert [entry.what.node for entry in found.entries if isinstance(entry.what, NodeCordoned)] == ["n1"]
+    assert found.problems
+    assert len(found.problems) == len(reader.read(NOW).problems)
+
+
+def test_a_job_keeps_the_newest_test_of_each_node_and_all_that_failed(tmp_path: Path) -> None:
+    writer = LedgerFolder(tmp_path, "h1")
+    results = [
+        TestResult(node=f"n{number % 2}", test="t", verdict="fail" if number == 3 else "pass", at=NOW + number)
+        for number in range(10)
+    ]
+    writer.append([writer.entry(one, one.at, by="ann") for one in results], NOW)
+    job = LedgerFolder(tmp_path, all_tests=False)
+    assert sorted(entry.at - NOW for entry in job.read(NOW).entries) == [3.0, 8.0, 9.0]
+    assert len(LedgerFolder(tmp_path).read(NOW).entries) == 10
+    fill(tmp_path, COMPACT_FILES, 1)
+    aged(tmp_path, NOW)
+    later = NOW + SEALED_S + APPEND_S
+    assert job.compact(later) == COMPACT_FILES + 1
+    kept = [entry for entry in LedgerFolder(tmp_path).read(later).entries if isinstance(entry.what, TestResult)]
+    assert len(kept) == 10, "what it does not keep in memory stays in the folder"
