@@ -147,6 +147,8 @@ class Asked:
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self.name] = value
+        if self.by == id(instance):  # a new one, where an old one was whose end had been asked for
+            self.by = None
 
 
 class Given:
@@ -166,6 +168,8 @@ class Given:
             asked, clock = self.asked, self.clock
             if asked.by == id(instance) and _thread.get_ident() == clock.main_thread:
                 asked.by = None
+                if not value:  # it begins anew: what lies between two epochs is no wait
+                    return
                 figures = clock.figures
                 figures[INPUT_S] += time.monotonic() - asked.at
                 figures[BATCHES] += 1

@@ -214,6 +214,20 @@ def test_the_main_thread_waits_for_batches(figures: list[float]) -> None:
     assert figures[BATCHES] == 5, "somebody else's waits hold nobody up"
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["own", "kept workers"])
+def test_what_lies_between_two_epochs_is_no_wait(options: dict[str, Any], figures: list[float]) -> None:
+    """A new iterator may stand where the old one was, and kept workers' iterator is used again."""
+    loader = torch.utils.data.DataLoader(torch.ones(2, 4), **options)
+    for _ in range(4):
+        for _ in loader:
+            pass
+        before = figures[INPUT_S]
+        iterator = iter(loader)  # it is made, or begins anew, long after the end was asked for
+        assert figures[INPUT_S] == before
+        del iterator
+    assert figures[BATCHES] == 8
+
+
 def test_an_error_of_a_loader_has_no_frame_of_ours(figures: list[float]) -> None:
     iterator = iter(torch.utils.data.DataLoader(Slow(fails_at=1)))
     next(iterator)
