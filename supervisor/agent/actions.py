@@ -282,7 +282,9 @@ class ActionRunner:
             case MakeTrace():
                 assert assignment.trace is not None
                 self._state.saved.traced = assignment.trace.number
-                self._state.work.start("trace", self._tracer.answer(assignment.trace), wakes=False)
+                self._state.work.start(
+                    f"trace {assignment.trace.number}", self._tracer.answer(assignment.trace), wakes=False
+                )
             case Finished():
                 self._finish(assignment)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import gzip
 import logging
 import os
@@ -18,7 +19,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Final
 
@@ -42,6 +43,8 @@ ACTIVITIES: Final = 2
 """A question with this bit takes an order for a trace as its answer."""
 LONGEST_QUESTION: Final = 4096
 QUESTIONS_AT_ONCE: Final = 64
+MOST_IN_A_SECOND: Final = 256
+"""Datagrams; the ranks of a node send two or three. Whoever sends more is not read until the second is over."""
 ASKS_WITHIN_S: Final = 16.0
 """A rank asks every 5 s; one that makes a trace, or is busy, may leave out one."""
 LOOK_EVERY_S: Final = 0.25
@@ -50,6 +53,10 @@ WITHOUT_STEPS_MS: Final = 1000
 MOST_BYTES: Final = 512 << 20
 """Of a trace, as its rank writes it."""
 FREE_BYTES: Final = 1 << 30
+"""Are left on the node's own disk and in the job folder, whose journal needs room."""
+FILES_AT_ONCE: Final = 3
+"""Of `FILE_CALLS`, so that one is left for the answer."""
+FILE_CALLS: Final = 4
 MOST_FILES: Final = 64
 """Of one node in one attempt, in the job folder."""
 COPY_S: Final = 120.0
@@ -96,7 +103,12 @@ class Tracer:
         self._orders: dict[int, bytes] = {}
         """Process id of a rank -> what it is told when it asks next."""
         self._asked_at: dict[int, float] = {}
-        self._files = BlockingCalls("traces", 4)
+        self._files = BlockingCalls("traces", FILE_CALLS)
+        self._second = 0
+        """Of the monotonic clock, in which ..."""
+        self._heard = 0
+        """... so many datagrams came."""
+        self._is_answering = False
 
     # ----- the socket -----
 
@@ -128,6 +140,8 @@ class Tracer:
         """Whatever is sent: no datagram raises, and none keeps the agent busy."""
         assert self._socket is not None
         for _ in range(QUESTIONS_AT_ONCE):
+            if self._hears_too_much():
+                return
             try:
                 data, ancillary, flags, sender = self._socket.recvmsg(
                     LONGEST_QUESTION, socket.CMSG_SPACE(struct.calcsize("3i")) + socket.CMSG_SPACE(64)
@@ -144,6 +158,23 @@ class Tracer:
                 self._socket.sendto(answer, sender)
             except OSError:  # it is gone, or does not read
                 pass
+
+    def _hears_too_much(self) -> bool:
+        """Whoever sends without end costs us nothing: the kernel makes him wait."""
+        now = time.monotonic()
+        if int(now) != self._second:
+            self._second, self._heard = int(now), 0
+        self._heard += 1
+        if self._heard <= MOST_IN_A_SECOND or self._socket is None:
+            return False
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket)
+        loop.call_later(1.0 - now % 1.0, self._hear_again, self._socket)
+        return True
+
+    def _hear_again(self, listener: socket.socket) -> None:
+        if self._socket is listener:
+            asyncio.get_running_loop().add_reader(listener, self._receive)
 
     def _reply(self, data: bytes, pid: int | None) -> bytes | None:
         """None: whoever asks is no rank of ours, or does not ask as torch does."""
@@ -172,17 +203,27 @@ class Tracer:
         attempt = self._state.living_attempt
         folder = Path(self._state.plan.job_dir) / "attempts" / str(attempt) / self._state.plan.node
         answer = TraceAnswer(node=self._state.plan.node, attempt=attempt)
-        try:
-            if request.what == "input":
-                answer = msgspec.structs.replace(answer, inputs=await self._inputs(request.ranks))
-            else:
-                answer = msgspec.structs.replace(answer, ranks=tuple(await self._steps(request, folder)))
-        except NoTrace as error:
-            answer = msgspec.structs.replace(answer, problem=str(error))
+        if self._is_answering:
+            problem = "it is at work for an earlier `unbroken trace`: ask again when that has its answer"
+            answer = msgspec.structs.replace(answer, problem=problem)
+        else:
+            self._is_answering = True
+            try:
+                answer = await self._answered(answer, request, folder)
+            finally:
+                self._is_answering = False
         try:
             await self._files.run(lambda: _write_answer(folder / f"trace-{request.name}.json", answer), COPY_S)
         except (OSError, asyncio.TimeoutError) as error:
             log.error("the answer to a request for traces cannot be written: %s", error)
+
+    async def _answered(self, answer: TraceAnswer, request: TraceRequest, folder: Path) -> TraceAnswer:
+        try:
+            if request.what == "input":
+                return msgspec.structs.replace(answer, inputs=await self._inputs(request.ranks))
+            return msgspec.structs.replace(answer, ranks=tuple(await self._steps(request, folder)))
+        except NoTrace as error:
+            return msgspec.structs.replace(answer, problem=str(error))
 
     # ----- the input -----
 
@@ -224,18 +265,22 @@ class Tracer:
             await self._files.run(lambda: _make_room(local, folder, len(workers)), COPY_S)
         except (OSError, asyncio.TimeoutError) as error:
             raise NoTrace(f"traces cannot be kept: {getattr(error, 'strerror', None) or error}") from None
+        turns = asyncio.Semaphore(FILES_AT_ONCE)
         try:
-            return list(await asyncio.gather(*(self._trace(one, request, local, folder) for one in workers)))
+            return list(await asyncio.gather(*(self._trace(one, request, local, folder, turns) for one in workers)))
         finally:
             self._orders.clear()
-            await self._files.run(lambda: shutil.rmtree(local, ignore_errors=True), COPY_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await self._files.run(lambda: shutil.rmtree(local, ignore_errors=True), COPY_S)
 
-    async def _trace(self, worker: WorkerProcess, request: TraceRequest, local: Path, folder: Path) -> TracedRank:
+    async def _trace(
+        self, worker: WorkerProcess, request: TraceRequest, local: Path, folder: Path, turns: asyncio.Semaphore
+    ) -> TracedRank:
         source = local / f"kt_{worker.pid}.json"
         self._orders[worker.pid] = _order(local / "kt.json", request.steps)
         began = time.monotonic()
         try:
-            while not await self._files.run(lambda: _is_whole(source), COPY_S):
+            while not await self._in_turn(turns, lambda: _is_whole(source)):
                 waited = time.monotonic() - began
                 if not any(one.pid == worker.pid for one in self._living()):
                     raise NoTrace("it has ended")
@@ -245,13 +290,17 @@ class Tracer:
                     raise NoTrace(self._why_none(worker.pid, began, ASKS_WITHIN_S))
                 await asyncio.sleep(LOOK_EVERY_S)
             name = f"kt_{request.name}_rank{worker.rank}.json.gz"
-            size = await self._files.run(lambda: _keep(source, folder / name), COPY_S)
+            size = await self._in_turn(turns, lambda: _keep(source, folder / name))
         except NoTrace as error:
             return TracedRank(rank=worker.rank, problem=str(error))
         except (OSError, asyncio.TimeoutError) as error:
             why = getattr(error, "strerror", None) or f"it took over {COPY_S:.0f} s"
             return TracedRank(rank=worker.rank, problem=f"its trace cannot be kept in the job folder: {why}")
         return TracedRank(rank=worker.rank, file=name, size_bytes=size)
+
+    async def _in_turn(self, turns: asyncio.Semaphore, work: Callable[[], int]) -> int:
+        async with turns:
+            return await self._files.run(work, COPY_S)
 
     def _why_none(self, pid: int, began: float, waited_s: float) -> str:
         if self._asked_at.get(pid, 0.0) < began - ASKS_WITHIN_S:
@@ -309,9 +358,15 @@ def _make_room(local: Path, folder: Path, count: int) -> None:
     if kept + count > MOST_FILES:
         raise NoTrace(f"{folder} has {kept} traces already: remove some")
     local.mkdir(mode=0o700, parents=True, exist_ok=True)
-    free = shutil.disk_usage(local).free
-    if free < FREE_BYTES:
-        raise NoTrace(f"{local.parent} has {free >> 20} MiB left, and traces need {FREE_BYTES >> 20}")
+    _need(local, FREE_BYTES)
+    _need(folder.parents[2], FREE_BYTES)
+
+
+def _need(folder: Path, count: int) -> None:
+    """Raises NoTrace and OSError."""
+    free = shutil.disk_usage(folder).free
+    if free < count:
+        raise NoTrace(f"{folder} has {free >> 20} MiB left, and traces need {count >> 20}")
 
 
 def _is_whole(path: Path) -> bool:
@@ -341,16 +396,21 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _keep(source: Path, target: Path) -> int:
-    """Pack the trace into the job folder. Raises OSError."""
+    """Pack the trace into the job folder. Raises NoTrace and OSError; then nothing of it is left there."""
     _make_private(target.parent)
+    _need(target.parent, FREE_BYTES + source.stat().st_size)
     part = target.with_name(target.name + ".part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with _opened(source) as file, open(descriptor, "wb") as raw:
-        with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=3) as packed:
-            shutil.copyfileobj(file, packed, 1 << 20)
-        raw.flush()
-        size = raw.tell()
-    os.replace(part, target)
+    try:
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with _opened(source) as file, open(descriptor, "wb") as raw:
+            with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=3) as packed:
+                shutil.copyfileobj(file, packed, 1 << 20)
+            raw.flush()
+            size = raw.tell()
+        os.replace(part, target)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     return size
 
 

@@ -13,6 +13,7 @@ import io
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
@@ -164,7 +165,7 @@ def _pieces(file: IO[bytes], path: Path) -> Iterator[str]:
     while count < MOST_BYTES:
         try:
             data = file.read(PIECE)
-        except (OSError, EOFError) as error:  # a packed file that was cut off
+        except (OSError, EOFError, zlib.error) as error:  # a packed file that was cut off, or is damaged
             raise TraceUnreadable(f"{path} cannot be read to its end: {error}") from None
         if not data:
             return
@@ -184,7 +185,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
                     yield unpacked  # type: ignore[misc]
             else:
                 yield file
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise TraceUnreadable(f"{path} cannot be read: {why}") from None
 

@@ -10,6 +10,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,80 @@ def test_a_trace_is_ordered_once_and_kept(make_state: MakeState) -> None:
         assert gzip.decompress((folder / kept.file).read_bytes()) == WHOLE
         assert (folder / kept.file).stat().st_mode & 0o777 == 0o600
         assert not path.exists()
+
+    run(make_state, work)
+
+
+def test_all_ranks_of_a_large_node(make_state: MakeState) -> None:
+    """More of them than files are looked at, or packed, at a time."""
+
+    async def work(tracer: Tracer, rank: Rank, folder: Path) -> None:
+        many, whole = 8, WHOLE.replace(b"\n", os.urandom(2 << 20).hex().encode(), 1)
+        others = [subprocess.Popen(["sleep", "100"]) for _ in range(many - 1)]
+        try:
+            pids = [os.getpid(), *(one.pid for one in others)]
+            tracer._state.keeper = KeeperState(
+                ready=True,
+                workers=tuple(WorkerProcess(pid=p, rank=at, local_rank=at, attempt=1) for at, p in enumerate(pids)),
+            )
+            answering = asyncio.create_task(tracer.answer(request(ranks=tuple(range(many)))))
+            path = file_of(await ordered(rank))
+            for pid in pids:
+                path.with_name(f"kt_{pid}.json").write_bytes(whole)
+            await answering
+        finally:
+            for one in others:
+                one.kill()
+                one.wait()
+        assert [(one.rank, one.problem) for one in answer_of(folder).ranks] == [(at, "") for at in range(many)]
+
+    run(make_state, work)
+
+
+def test_a_request_while_another_is_under_way(make_state: MakeState) -> None:
+    async def work(tracer: Tracer, rank: Rank, folder: Path) -> None:
+        answering = asyncio.create_task(tracer.answer(request()))
+        await asyncio.sleep(0)
+        await tracer.answer(request(name="cd34"))
+        other = msgspec.json.decode((folder / "trace-cd34.json").read_bytes(), type=TraceAnswer)
+        assert "earlier" in other.problem
+        file_of(await ordered(rank)).write_bytes(WHOLE)
+        await answering
+        assert answer_of(folder).ranks[0].file
+
+    run(make_state, work)
+
+
+def test_a_full_disk_is_not_left_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "kt_1.json", tmp_path / "job/attempts/1/n1/kt_a_rank0.json.gz"
+    source.write_bytes(WHOLE)
+    (tmp_path / "job").mkdir()
+    monkeypatch.setattr(tracing, "FREE_BYTES", 1 << 60)
+    with pytest.raises(tracing.NoTrace):
+        tracing._keep(source, target)
+    monkeypatch.setattr(tracing, "FREE_BYTES", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(tracing.shutil, "copyfileobj", full)
+        with pytest.raises(OSError, match="full"):
+            tracing._keep(source, target)
+    assert list(target.parent.iterdir()) == []
+    tracing._keep(source, target)
+    assert list(target.parent.iterdir()) == [target]
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "the disk is full")
+
+
+def test_somebody_who_sends_without_end(make_state: MakeState) -> None:
+    async def work(_: Tracer, rank: Rank, __: Path) -> None:
+        began = time.monotonic()
+        sender = threading.Thread(target=lambda: [rank.say(b"x") for _ in range(600)])
+        sender.start()
+        while sender.is_alive():
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - began > 0.9, "two whole seconds' share, and more"
+        assert await rank.ask() == b""  # and it is read again
 
     run(make_state, work)
 

@@ -54,14 +54,15 @@ def test_cut_off_or_odd_at_the_end(tmp_path: Path, tail: str) -> None:
         b'{"traceEvents": [' + b"[" * 200_000,
         b"\x1f\x8b\x08\x00broken",
         gzip.compress(trace(50).encode() * 9)[:-30],
+        gzip.compress(trace(500).encode())[:60] + b"\xff" * 4000,
     ],
-    ids=["empty", "text", "no events", "one long event", "deep", "not packed", "packed and cut off"],
+    ids=["empty", "text", "no events", "one long event", "deep", "not packed", "packed and cut off", "packed, damaged"],
 )
 def test_hostile(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "kt_1.json"
     file.write_bytes(content)
     with pytest.raises(TraceUnreadable):
-        read_rank(file)
+        is_timeline(file) or read_rank(file)
 
 
 def test_a_large_trace_is_never_in_memory(tmp_path: Path) -> None:
