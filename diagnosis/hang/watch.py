@@ -31,6 +31,8 @@ GRANULARITY_S: Final = 1.0
 EARLY_FLOOR_S: Final = 0.5
 """A step is seen so much late: the beacon's period. The step clock has no such delay."""
 EARLY_FLOOR_CLOCK_S: Final = 0.2
+TRAINS_ON_S: Final = 2.0
+"""Progress by so much more than two slow steps after a device's failure was not under way: its rank trains on."""
 
 
 class Pace:
@@ -164,8 +166,8 @@ class HangWatch:
         self._reported: tuple[float, HangReport] | None = None
         """When the silence was reported last, and as what."""
         self._devices: dict[int, str] = {}
-        self._failing: dict[int, str] = {}
-        """Rank -> a finding after which no step is expected of it."""
+        self._failing: dict[int, tuple[str, float]] = {}
+        """Rank -> a finding after which no step is expected of it, and the rank's newest sample at that time."""
         self._flights: dict[int, RankFlight] = {}
         self._disagreement: proof.Disagreement = ((), "")
         self._compared_at: float | None = None
@@ -287,7 +289,8 @@ class HangWatch:
                 self._devices.setdefault(finding.rank, finding.evidence.text)
             if finding.outlook == "fails":
                 for rank in struck_ranks(finding, ranks):
-                    self._failing.setdefault(rank, finding.evidence.text)
+                    since = self._ranks[rank].seen_at if rank in self._ranks else self._newest
+                    self._failing.setdefault(rank, (finding.evidence.text, since))
 
     # ----- what is concluded -----
 
@@ -333,13 +336,16 @@ class HangWatch:
             quiet_s, slow_s = rank.seen_at - rank.moved_at, rank.slow_step_s
             busy = rank.stopped or rank.sample.phase or not rank.fresh(now)
             floor_s = EARLY_FLOOR_CLOCK_S if rank.sample.clock is not None else EARLY_FLOOR_S
+            if slow_s is not None and rank.moved_at > self._failing[number][1] + 2 * slow_s + TRAINS_ON_S:
+                del self._failing[number]  # it trains on: a longer pause is an evaluation or a save, as in any run
+                continue
             if slow_s is not None and not busy and quiet_s >= slow_s + floor_s:
                 still[number], limit = quiet_s, slow_s + floor_s
         if not still:
             return
         first, seconds = next(iter(still)), max(still.values())
         why = f"no step for {seconds:.1f} s, longer than any of late, after a fatal finding on {rank_names(still)}"
-        why = f"{why}: {self._failing[first]}"
+        why = f"{why}: {self._failing[first][0]}"
         if self._suspicion is None:
             self._quiet_from, self._was_stopped = self._newest, False
         self._suspicion = HangReport(

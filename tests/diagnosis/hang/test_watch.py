@@ -164,6 +164,19 @@ def test_ranks_that_train_on_are_not_restarted_for_it(watched, step_s):
     assert not job.confirmed()
 
 
+def test_a_pause_long_after_it_is_none_of_its_devices(watched):
+    """Its ranks have trained on: an evaluation that nothing tells of is not held against them for ever."""
+    job = watched(ranks=4)
+    job.watch.note_findings([failing(1)])
+    job.run(60)
+    job.hang(1, "busy")
+    job.run(2.5)
+    assert not job.confirmed()
+    job.watch.note_findings([failing(1)])
+    job.run(0.5)
+    assert job.confirmed(), "told once more, it counts anew"
+
+
 def test_a_finding_on_the_node_is_about_all_of_its_ranks(watched):
     job = watched(ranks=4)
     of_node = msgspec.structs.replace(failing(None), scope="node")
