@@ -37,6 +37,8 @@ HEAD = "NVRM: Xid (PCI:0000:c1:00): "
         ("nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 02 egress error", "fails"),
         (f"{HEAD}63, pid=1, Row Remapper: New row (0x1) marked for remapping, reset gpu to activate.", "repair"),
         (f"{HEAD}161, pid=1, name=python, failed", "degrades"),
+        (f"{HEAD}64, pid=1, Row Remapper: failed to record the row", "degrades"),
+        (f"{HEAD}155, pid=1, NVLink: a link is down", "repair"),
         (f"{HEAD}13, pid=1, Graphics SM Warp Exception on (GPC 0, TPC 1)", ""),
         (f"{HEAD}31, pid=1, MMU Fault: ENGINE GRAPHICS faulted @ 0x7f_0000", ""),
         (f"{HEAD}43, pid=1, Ch 00000010", ""),
