@@ -24,6 +24,8 @@ DAY_S: Final = 86400.0
 STORM_NODES: Final = 3
 """So many nodes whose devices fail within moments share a cause: none of them is left out for it."""
 STORM_S: Final = 60.0
+SHARED_S: Final = 900.0
+"""The same for devices that get worse in the same way: heat and a power brake are found over minutes."""
 
 PROVEN: Final[frozenset[Outlook]] = frozenset({"fails", "degrades", "slows"})
 """Outlooks of hardware that is proven bad. (`repair` harms nobody before the next reset.)"""
@@ -56,6 +58,8 @@ class SwapCase(Frozen, frozen=True, kw_only=True):
     storm: bool = False
     within_day: int = 0
     """Swaps of the last 24 h that nobody had asked for."""
+    holds_checkpoint: bool = False
+    """It alone has the newest checkpoint."""
     may_cordon: bool = True
     """The circuit breaker lets policy cordon it."""
     left_s: float | None = None
@@ -78,12 +82,14 @@ def decide(case: SwapCase) -> SwapDecision:
         return _blocked("no spare can take its place")
     if case.left_s is not None and case.left_s <= (case.cost_s or 0.0):
         return _blocked("the run is complete sooner than a swap takes")
+    if case.holds_checkpoint:
+        return _blocked("the newest checkpoint is on its own disk, where no other node sees it")
     if case.wanted:
         return SwapDecision(state="planned")
     if case.paused:
         return _blocked("the job is paused")
     if case.storm:
-        return _blocked("devices of several nodes failed within moments, which one node is not to blame for")
+        return _blocked("devices of several nodes failed or got worse together, which one node is not to blame for")
     if case.mode != "enforce":
         return _recommended(f"mode {case.mode}")
     if case.setting != "automatic":

@@ -261,6 +261,11 @@ class Checkpoints:
         """What a restart would resume from now; changes nothing. Raises whatever the choice raises."""
         return self._choose(self.candidates(members), self._situation)[0]
 
+    def is_seen_by(self, nodes: Iterable[str], path: str) -> bool:
+        """One of these nodes sees it, or none of them has looked; tiers bring it to every node."""
+        reports = [self._reports[node] for node in nodes if node in self._reports]
+        return self.tiers.are_on or not reports or any(one.path == path for seen in reports for one in seen)
+
     def ways_back(self, members: tuple[str, ...]) -> list[Checkpoint]:
         """Good ones of different steps, the newest first."""
         return going_on(self.candidates(members, remembered=True))

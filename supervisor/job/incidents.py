@@ -28,7 +28,7 @@ from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.checkpoint import ResumeSituation
 from recovery.policy import Plan, RestartBudget
-from recovery.swaps import STORM_NODES, STORM_S
+from recovery.swaps import PROVEN, SHARED_S, STORM_NODES, STORM_S
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts, Space
 from supervisor.job.core import (
@@ -382,10 +382,15 @@ class IncidentLog:
 
     # ----- findings -----
 
-    def failing_nodes(self, now: float) -> set[str]:
-        """Nodes of which a device failed within moments before."""
-        recent = (one for one in self._findings if one.outlook == "fails" and one.at > now - STORM_S)
-        return {one.node for one in recent if one.node}
+    def failing_nodes(self, at: float) -> set[str]:
+        """Nodes of which a device failed within moments of this."""
+        near = (one for one in self._findings if one.outlook == "fails" and abs(one.at - at) < STORM_S)
+        return {one.node for one in near if one.node}
+
+    def worse_nodes(self, failure_class: FailureClass, at: float) -> set[str]:
+        """Nodes of which a device got worse in the same way within minutes of this."""
+        near = (one for one in self._findings if one.failure_class is failure_class and abs(one.at - at) < SHARED_S)
+        return {one.node for one in near if one.outlook in PROVEN and one.severity != "warning" and one.node}
 
     def add_finding(self, finding: Finding) -> None:
         self._findings.append(finding)
@@ -602,9 +607,11 @@ class Incidents:
         else:
             yield from self._gather_or_conclude(record, attempt)
 
-    def is_storm(self, now: float) -> bool:
-        """Devices of so many nodes failed within moments that no node by itself is to blame."""
-        return len(self.log.failing_nodes(now)) >= STORM_NODES
+    def is_storm(self, at: float, failure_class: FailureClass | None = None) -> bool:
+        """Devices of so many nodes failed within moments, or got worse in the same way within minutes, that no node by
+        itself is to blame."""
+        worse = self.log.worse_nodes(failure_class, at) if failure_class is not None else ()
+        return max(len(self.log.failing_nodes(at)), len(worse)) >= STORM_NODES
 
     @property
     def early(self) -> IncidentRecord | None:

@@ -13,7 +13,7 @@ import itertools
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Finding, clean_line
@@ -36,8 +36,24 @@ SURE: Final = 0.9
 INTERVALS: Final = 4
 """Of the newest saves: they tell when the next is to be expected."""
 REJECTED_KEPT: Final = 256
+PROPOSED_MOST: Final = 16
+"""Where more nodes should leave at once (maintenance of a whole cluster), swaps are no answer."""
 TELLS: Final = {"planned": "swap_planned", "recommended": "swap_recommended", "blocked": "swap_blocked"}
 """State of a proposal -> the kind of note that tells it."""
+
+
+class SavedAs(NamedTuple):
+    """A checkpoint, as far as it tells it from the next."""
+
+    path: str
+    step: int | None
+    at: float
+
+    def is_newer_than(self, other: SavedAs | None) -> bool:
+        """What has gone, or a copy of the same step elsewhere, is no new checkpoint."""
+        if other is None:
+            return True
+        return self.at > other.at and (self.step is None or self.step != other.step)
 
 
 @dataclasses.dataclass
@@ -59,8 +75,12 @@ class ProposedSwap:
     """Of each step: what it costs the others; 0: not known."""
     wanted_by: str = ""
     """The operator who asked for it, or approved it."""
-    before: tuple[str, float] = ("", 0.0)
-    """Path and time of the checkpoint that a restart would have resumed from when it was proposed."""
+    found_at: float = 0.0
+    """When the finding was made."""
+    before: SavedAs | None = None
+    """The checkpoint that a restart would have resumed from when it was proposed, or last could not be done."""
+    holds_it_alone: bool = False
+    """No other node sees the newest checkpoint: it is on a disk of its own."""
     reported: str = ""
     """The state that people were told last."""
 
@@ -135,8 +155,9 @@ class Swaps:
             mode=core.mode,
             paused=core.paused,
             spares=self._spares if spares is None else spares,
-            storm=swap.cause == "device" and self._incidents.is_storm(now),
+            storm=swap.cause == "device" and self._incidents.is_storm(swap.found_at, swap.failure_class),
             within_day=sum(at > now - swaps.DAY_S for at in self._made_at),
+            holds_checkpoint=swap.holds_it_alone,
             may_cordon=bool(self._nodes.cordons.allowed_together([swap.node], members, now)),
             left_s=left_s,
             cost_s=self.took_s(),
@@ -144,10 +165,11 @@ class Swaps:
         return swaps.decide(case)
 
     def view(self, now: float) -> tuple[SwapView, ...]:
-        return tuple(self._view(swap, now) for swap in self.proposed.values())
+        spares = self._spares
+        return tuple(self._view(swap, now, spares) for swap in self.proposed.values())
 
-    def _view(self, swap: ProposedSwap, now: float) -> SwapView:
-        decision, about, cost_s = self.decision(swap), self.next_save_at(now), self.cost_s()
+    def _view(self, swap: ProposedSwap, now: float, spares: int) -> SwapView:
+        decision, about, cost_s = self.decision(swap, spares), self.next_save_at(now), self.cost_s()
         shown = self._arguments(swap, decision)
         return SwapView(
             node=swap.node,
@@ -175,8 +197,11 @@ class Swaps:
         attempt, name = self._live(), finding.node or node
         if attempt is None or attempt.round is None or name not in attempt.member_set:
             return
-        if finding.evidence.source == "output" or (finding.scope == "gpu" and finding.rank is None):
+        of_gpu = finding.scope == "gpu" or bool(finding.gpu)
+        if finding.evidence.source == "output" or (of_gpu and finding.rank is None):
             return  # anybody can write of a device; one that no rank uses is no reason
+        # Whether the job needs a disk or a network device to be fast is not known.
+        proven = finding.outlook in swaps.PROVEN and (finding.outlook != "slows" or finding.rank is not None)
         swap = ProposedSwap(
             node=name,
             cause="device",
@@ -184,7 +209,8 @@ class Swaps:
             failure_class=finding.failure_class,
             since=self._core.now,
             text=clean_line(finding.evidence.text, TEXT_LIMIT),
-            proven=finding.outlook in swaps.PROVEN and finding.severity != "warning",
+            proven=proven and finding.severity != "warning",
+            found_at=finding.at or self._core.now,
             gpu=finding.gpu,
             rank=finding.rank,
         )
@@ -240,7 +266,7 @@ class Swaps:
 
     def _propose(self, swap: ProposedSwap) -> Wants:
         known = self.proposed.get(swap.node)
-        off = self._core.spec.swap_mode == "off"
+        off = self._core.spec.swap_mode == "off" or (known is None and len(self.proposed) >= PROPOSED_MOST)
         if off or (known is not None and (known.proven or not swap.proven)) or self._key(swap) in self._rejected:
             return
         swap.before = self._newest()
@@ -260,8 +286,8 @@ class Swaps:
             self._look_as_usual()
             yield note("swap_withdrawn", loud=True, node=name, why=why)
 
-    def _tell(self, swap: ProposedSwap) -> Wants:
-        decision = self.decision(swap)
+    def _tell(self, swap: ProposedSwap, spares: int | None = None) -> Wants:
+        decision = self.decision(swap, spares)
         if decision.state != swap.reported:
             swap.reported = decision.state
             if decision.state == "planned":
@@ -335,13 +361,19 @@ class Swaps:
 
     # ----- checkpoints -----
 
-    def _newest(self) -> tuple[str, float]:
+    def _newest(self) -> SavedAs | None:
+        """What a restart would resume from."""
         attempt = self._attempts.current
         try:
             found = self._attempts.checkpoints.would_choose(attempt.members if attempt is not None else ())
         except Exception:  # a choice that fails is told when the next attempt is formed
-            return "", 0.0
-        return (found.path, found.modified_at) if found is not None else ("", 0.0)
+            return None
+        return SavedAs(found.path, found.step, found.modified_at) if found is not None else None
+
+    def _holds_alone(self, node: str, path: str) -> bool:
+        attempt = self._attempts.current
+        others = [name for name in attempt.members if name != node] if attempt is not None else []
+        return bool(others) and not self._attempts.checkpoints.is_seen_by(others, path)
 
     def _ask_for_checkpoint(self) -> None:
         """Or at least have the nodes look for one."""
@@ -370,14 +402,20 @@ class Swaps:
         newest = self._newest()
         due, spares = [], self._spares
         for swap in self.proposed.values():
-            if newest[0] and newest != swap.before and self.decision(swap, spares).state == "planned":
+            if newest is None or not newest.is_newer_than(swap.before):
+                continue
+            swap.holds_it_alone = self._holds_alone(swap.node, newest.path)
+            if self.decision(swap, spares).state == "planned":
                 due.append(swap)
                 spares -= 1
+            else:
+                swap.before = newest  # what is approved, or gets a spare, later waits for the next one
         if due:
             yield from self._make(due)
             return
+        free = self._spares
         for swap in self.proposed.values():
-            yield from self._tell(swap)
+            yield from self._tell(swap, free)
 
     # ----- making one -----
 

@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from diagnosis.incident import Culprit, HangReport, Verdict
 from diagnosis.signals import Evidence, Finding, NodeEvidence, Outlook
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
+from recovery.scheduling import LeavingNode
 from recovery.swaps import PER_DAY
 from supervisor import messages as m
+from supervisor.job.swaps import PROPOSED_MOST
 
 OFF_BUS = Verdict(
     failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
@@ -74,6 +77,17 @@ class Story:
             path=f"/c/step-{step}", step=step, format="x", complete=complete, modified_at=self.driver.now - 0.5
         )
         self.driver.tell(m.CheckpointsSeen, node="a", checkpoints=(seen,))
+
+    def sees(self, *steps: tuple[int, bool, float], node: str = "a", folder: str = "/c") -> None:
+        """Number, whether it is complete, seconds ago."""
+        self.driver.now += 1.0
+        found = (
+            Checkpoint(
+                path=f"{folder}/step-{step}", step=step, format="x", complete=whole, modified_at=self.driver.now - ago
+            )
+            for step, whole, ago in steps
+        )
+        self.driver.tell(m.CheckpointsSeen, node=node, checkpoints=tuple(found))
 
     def answer(self) -> None:
         for node in ("a", "b"):
@@ -200,6 +214,28 @@ def test_a_storm_that_trains_on_swaps_nobody(story: Any) -> None:
     assert job.members == tuple("abcdefgh")
 
 
+@pytest.mark.parametrize("outlook", ["fails", "slows"])
+def test_a_storm_is_one_long_after_it_too(story: Any, outlook: Outlook) -> None:
+    """Heat or a switch that many nodes share is not cured a minute later: none of them leaves."""
+    job = story(nodes="abcdefgh", spares="stuvwxyz")
+    job.step(10)
+    for node, rank in zip("bcdef", (2, 4, 6, 8, 10), strict=True):
+        job.finds(outlook, node, rank=rank)
+        job.driver.now += 10.0
+    job.step(14)
+    job.driver.now += 90.0
+    job.save(15)
+    assert (job.members, set(job.states.values())) == (tuple("abcdefgh"), {"blocked"})
+
+
+def test_one_node_after_the_other_is_no_storm(story: Any) -> None:
+    job = story(nodes="abcdefgh", spares="stuvwxyz")
+    for node, rank in zip("bcd", (2, 4, 6), strict=True):
+        job.finds("degrades", node, rank=rank)
+        job.driver.now += 2000.0
+    assert set(job.states.values()) == {"planned"}
+
+
 # ----- planned swaps -----
 
 
@@ -244,6 +280,73 @@ def test_what_is_not_proven_is_recommended(story: Any, outlook: Outlook, more: d
     assert job.states == {"b": "planned"}
     job.save(3)
     assert job.members == ("a", "s")
+
+
+def test_what_is_approved_while_a_checkpoint_is_written_waits_for_it(story: Any) -> None:
+    job = story()
+    job.finds("repair", severity="error")
+    job.sees((2, True, 0.5))
+    job.driver.now += 500.0
+    job.driver.order("approve", "b")
+    job.sees((2, True, 501.5), (3, False, 0.1))
+    assert job.members == ("a", "b")
+    job.sees((2, True, 502.5), (3, True, 0.1))
+    assert job.members == ("a", "s")
+
+
+def test_a_spare_that_comes_while_a_checkpoint_is_written_waits_for_it(story: Any) -> None:
+    job = story(spares="")
+    job.finds("degrades", severity="error")
+    job.sees((2, True, 0.5))
+    job.driver.now += 500.0
+    job.driver.join("s", spare=True)
+    job.sees((2, True, 501.5), (3, False, 0.1))
+    assert job.members == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "then", [((2, True, 61.0),), ((2, True, 61.0), (3, False, 0.1))], ids=["it was deleted", "it is torn now"]
+)
+def test_an_older_checkpoint_is_no_new_one(story: Any, then: Any) -> None:
+    job = story()
+    job.sees((2, True, 60.0), (3, True, 0.1))
+    job.finds("degrades", severity="error")
+    job.sees(*then)
+    assert (job.states, job.members) == ({"b": "planned"}, ("a", "b"))
+
+
+def test_a_copy_of_the_same_step_is_no_new_one(story: Any) -> None:
+    job = story()
+    job.sees((3, True, 60.0), folder="/local")
+    job.finds("degrades", severity="error")
+    job.sees((3, True, 0.1), folder="/shared")
+    assert job.members == ("a", "b")
+
+
+def test_a_node_does_not_take_the_only_checkpoint_with_it(story: Any) -> None:
+    job = story()
+    job.sees(node="a", folder="/local")
+    job.sees((3, True, 0.1), node="b", folder="/local")
+    job.finds("degrades", severity="error")
+    job.sees((4, True, 0.1), node="b", folder="/local")
+    assert (job.states, job.members) == ({"b": "blocked"}, ("a", "b"))
+
+
+@pytest.mark.parametrize("gpu", ["0000:c1:00", ""], ids=["another job's GPU", "a disk"])
+def test_a_slow_link_of_what_no_rank_uses_moves_nobody(story: Any, gpu: str) -> None:
+    job = story()
+    slow = msgspec.structs.replace(finding("slows", severity="error", rank=None), scope="node", gpu=gpu)
+    job.driver.tell(m.FindingArrived, node="b", finding=slow, number=0, after=0.01)
+    assert job.states == ({} if gpu else {"b": "recommended"})
+
+
+def test_maintenance_of_a_whole_cluster_is_not_told_of_each_node(running: Any) -> None:
+    names = [f"n{number}" for number in range(PROPOSED_MOST + 4)]
+    driver = running(*names, swap_mode="automatic")
+    driver.join("s", spare=True)
+    leaving = tuple(LeavingNode(node=name, kind="maintenance", why="reservation") for name in names)
+    driver.tell(m.NodesLeaving, nodes=leaving)
+    assert len(driver.job.view().swaps) == PROPOSED_MOST
 
 
 def test_without_a_spare_it_is_told_and_not_done(story: Any) -> None:
