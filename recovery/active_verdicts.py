@@ -1,8 +1,9 @@
 """What the figures of active tests say of nodes and GPUs, beside those of others of their kind. Pure.
 
 A device fails where it is worse than the median of its kind by the margin and by three times the usual spread, and is
-so again when the test is repeated. Wrong data and other bits are faults of their own. Absolute limits are a site's to
-set. With too few to compare with, nothing is said: *unknown*.
+so again when the test is repeated. Wrong data and other bits are faults of their own. A test that does not come to its
+end counts only where others of the kind needed a fraction of its time, and CPUs were free. Absolute limits are a site's
+to set. With too few to compare with, nothing is said: *unknown*.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ CPU_MARGIN: Final = 0.5
 ENOUGH: Final = 4
 """So many figures of one kind, its own included, are enough to compare."""
 SPREADS: Final = 3.0 * 1.4826
+BUSY: Final = 0.2
+"""Who waits so much of its time for a CPU is slow because of others."""
+FRACTION: Final = 0.5
+"""Of the time after which a test was ended, others must have needed at most so much, for it to count."""
 LESS_IS_BETTER: Final = frozenset({"s"})
 """Units. Of all others more is better."""
 
@@ -45,6 +50,12 @@ class Figure(Frozen, frozen=True, kw_only=True):
     """Wrong data, or an error of the device: why, in words."""
     hung: str = ""
     """The test did not come to its end: where, in words."""
+    crashed: str = ""
+    """It ended before its end, which may be the device's fault, or that of the software: how, in words."""
+    took_s: float = 0.0
+    """Its process, from start to end; that of all tests of the device."""
+    waited: float = 0.0
+    """The share of that time that its process waited for a CPU."""
     unfinished: str = ""
     """It could not be made, for a reason that is not the device's: why, in words."""
     seconds: float = 0.0
@@ -53,6 +64,27 @@ class Figure(Frozen, frozen=True, kw_only=True):
     @property
     def key(self) -> Key:
         return self.node, self.gpu, self.test
+
+
+class Context(NamedTuple):
+    """What figures are compared with."""
+
+    usual: Mapping[tuple[str, str], Usual]
+    bits: Mapping[tuple[str, str], Bits]
+    took_s: Mapping[str, tuple[float, ...]]
+    """Kind -> how long the processes took that came to their end."""
+    floors: Mapping[str, float]
+
+
+class Bits(NamedTuple):
+    """The digests of one test on one kind."""
+
+    digest: str
+    """That of most. Empty: there is no majority."""
+    have: int
+    of: int
+    unsteady: int
+    """So many devices more gave different bits in runs of their own."""
 
 
 class Usual(NamedTuple):
@@ -79,15 +111,17 @@ def judge(
 
     What `to_repeat` names and `again` has not is unknown.
     """
-    usual = usual_values([*figures, *earlier])
-    bits = _usual_digests([*figures, *earlier])
+    earlier = tuple(earlier)
+    context = Context(
+        usual_values([*figures, *earlier]), _usual_digests([*figures, *earlier]), _times(figures), floors or {}
+    )
     second = {figure.key: figure for figure in again}
     repeated = {figure.node for figure in second.values()}
     found = []
     for figure in figures:
-        result = _result(figure, second.get(figure.key), usual, bits, floors or {})
-        if figure.hung and figure.key not in second and figure.node in repeated:
-            result = replace(result, reason=f"{figure.hung}; not when it was repeated")
+        result = _result(figure, second.get(figure.key), context)
+        if (figure.hung or figure.crashed) and figure.key not in second and figure.node in repeated:
+            result = replace(result, reason=f"{figure.hung or figure.crashed}; not when it was repeated")
         found.append(result)
     return tuple(found)
 
@@ -142,32 +176,47 @@ def usual_values(figures: Iterable[Figure]) -> dict[tuple[str, str], Usual]:
     return found
 
 
-def _usual_digests(figures: Iterable[Figure]) -> dict[tuple[str, str], tuple[str, int, int]]:
-    """(Kind, test) -> the digest of most, how many have it, of how many. Empty: there is no majority."""
+def _usual_digests(figures: Iterable[Figure]) -> dict[tuple[str, str], Bits]:
+    """(Kind, test) -> what most have."""
     counts: dict[tuple[str, str], Counter[str]] = {}
+    unsteady: Counter[tuple[str, str]] = Counter()
     for figure in figures:
-        if figure.digest and not figure.fault:
-            counts.setdefault((figure.kind, figure.test), Counter())[figure.digest] += 1
+        some = counts.setdefault((figure.kind, figure.test), Counter())
+        if figure.digest and figure.fault:
+            unsteady[figure.kind, figure.test] += 1
+        elif figure.digest:
+            some[figure.digest] += 1
     found = {}
     for key, some in counts.items():
-        digest, have = some.most_common(1)[0]
-        found[key] = (digest if 2 * have > some.total() else "", have, some.total())
+        digest, have = some.most_common(1)[0] if some else ("", 0)
+        found[key] = Bits(digest if 2 * have > some.total() else "", have, some.total(), unsteady[key])
     return found
 
 
-def _result(
-    figure: Figure,
-    second: Figure | None,
-    usual: Mapping[tuple[str, str], Usual],
-    bits: Mapping[tuple[str, str], tuple[str, int, int]],
-    floors: Mapping[str, float],
-) -> TestResult:
-    verdict, reason = _judged(figure, usual, bits, floors)
+def _times(figures: Iterable[Figure]) -> dict[str, tuple[float, ...]]:
+    """Kind -> how long the processes took that came to their end, one for each device."""
+    whole: dict[tuple[str, str, str], float] = {}
+    ended_early = set()
+    for figure in figures:
+        device = (figure.kind, figure.node, figure.gpu)
+        if figure.hung or figure.crashed:
+            ended_early.add(device)
+        elif figure.took_s > 0.0:
+            whole[device] = max(whole.get(device, 0.0), figure.took_s)
+    found: dict[str, tuple[float, ...]] = {}
+    for device, took_s in whole.items():
+        if device not in ended_early:
+            found[device[0]] = (*found.get(device[0], ()), took_s)
+    return found
+
+
+def _result(figure: Figure, second: Figure | None, context: Context) -> TestResult:
+    verdict, reason = _judged(figure, context)
     if verdict == "fail" and not figure.fault:
         if second is None:
             verdict, reason = "unknown", NOT_REPEATED + reason
         else:
-            verdict, later = _judged(second, usual, bits, floors)
+            verdict, later = _judged(second, context)
             reason = f"{reason}; repeated: {later}" if verdict == "fail" else f"at first {reason}; repeated: {later}"
             figure = second
     return TestResult(
@@ -185,26 +234,51 @@ def _result(
     )
 
 
-def _judged(
-    figure: Figure,
-    usual: Mapping[tuple[str, str], Usual],
-    bits: Mapping[tuple[str, str], tuple[str, int, int]],
-    floors: Mapping[str, float],
-) -> tuple[TestVerdict, str]:
+def _judged(figure: Figure, context: Context) -> tuple[TestVerdict, str]:
+    if figure.fault and figure.digest:
+        return _judged_unsteady(figure, context.bits[figure.kind, figure.test])
     if figure.fault:
         return "fail", figure.fault
-    if figure.hung:
-        return "fail", figure.hung
+    if figure.hung or figure.crashed:
+        return _judged_unended(figure, context.took_s.get(figure.kind, ()))
     if figure.unfinished:
         return "unknown", figure.unfinished
     if figure.digest:
-        return _judged_digest(figure, *bits[figure.kind, figure.test])
+        return _judged_digest(figure, context.bits[figure.kind, figure.test])
     if figure.value is None:
         return "pass", "all data is right"
-    return _judged_value(figure, figure.value, usual.get((figure.kind, figure.test)), floors)
+    verdict, reason = _judged_value(figure, figure.value, context.usual.get((figure.kind, figure.test)), context.floors)
+    if verdict == "fail" and figure.waited >= BUSY:
+        return "unknown", f"{reason}; {_busy(figure)}"
+    return verdict, reason
 
 
-def _judged_digest(figure: Figure, digest: str, have: int, count: int) -> tuple[TestVerdict, str]:
+def _busy(figure: Figure) -> str:
+    return f"the CPUs of its node are busy: it waited for one {100 * figure.waited:.0f} % of its time"
+
+
+def _judged_unended(figure: Figure, others_s: Sequence[float]) -> tuple[TestVerdict, str]:
+    """Others of the kind must have done it: else it may be our test, or the software of all nodes."""
+    why = figure.hung or figure.crashed
+    if len(others_s) < ENOUGH - 1:
+        return "unknown", f"{why}; {len(others_s)} others of its kind came to the end, too few to compare with"
+    usual_s = statistics.median(others_s)
+    if figure.hung and figure.waited >= BUSY:
+        return "unknown", f"{why}; {_busy(figure)}"
+    if figure.hung and usual_s > FRACTION * figure.took_s:
+        return "unknown", f"{why}; others of its kind needed {usual_s:.0f} s, not much less"
+    return "fail", f"{why}; others of its kind came to the end after {usual_s:.0f} s"
+
+
+def _judged_unsteady(figure: Figure, bits: Bits) -> tuple[TestVerdict, str]:
+    """Where no other device of the kind repeats its bits, it may be torch that cannot."""
+    if bits.of < max(1, bits.unsteady):
+        return "unknown", f"{figure.fault}; {bits.of} other devices of its kind gave the same bits in each run"
+    return "fail", figure.fault
+
+
+def _judged_digest(figure: Figure, bits: Bits) -> tuple[TestVerdict, str]:
+    digest, have, count, _ = bits
     if count < 2:
         return "pass", "every run gave the same bits; no other device of its kind to compare with"
     if figure.digest == digest:

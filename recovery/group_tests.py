@@ -53,6 +53,8 @@ class GroupOutcome(Frozen, frozen=True, kw_only=True):
     """Why, in words; empty: it went through, with right results."""
     seconds: dict[str, float] = {}
     """Test -> seconds, of the slowest rank."""
+    busy: str = ""
+    """The CPUs of all its nodes were busy with others: that it failed or was slow says nothing of them. In words."""
 
 
 class Blamed(Frozen, frozen=True, kw_only=True):
@@ -156,7 +158,7 @@ def _known(rounds: Sequence[Sequence[GroupOutcome]], margin: Margin) -> _Known:
         limits = [_limits(everywhere, of_round, margin) for of_round in controls]
         judged = [(one, *_trouble(one, limits[at])) for at, some in enumerate(seen) for one in some]
         good = frozenset(node for one, why, _ in judged if not why for node in one.nodes)
-        troubles = [(one, why, how) for one, why, how in judged if why]
+        troubles = [(one, why, how) for one, why, how in judged if why and not one.busy]
         links = tuple(dict.fromkeys(one.nodes for one, _, _ in troubles if good.issuperset(one.nodes)))
         known = _Known(good, _blamed(troubles, good), links)
     return known

@@ -1,19 +1,22 @@
 """The children that make the tests: started with the training Python, watched, killed when their time is up.
 
-Each has a CUDA context of its own, which ends with it. What it says is hostile input: bounded here, checked where it is
+A parent that has imported torch forks them; where that is not safe, each is a process of its own. Each has a CUDA
+context of its own, which ends with it. What it says is hostile input: bounded here, checked where it is
 read. A child that even SIGKILL does not end is left, and reported: its driver hangs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -26,10 +29,14 @@ WORDS_BYTES: Final = 4096
 """Of stderr: the end is kept."""
 LINES: Final = 2000
 LOOK_EVERY_S: Final = 0.25
+WAITED_S: Final = 1.0
+"""Every process waits a little."""
 GONE_S: Final = 5.0
 """So long after SIGKILL a process may take to end."""
 OTHERS_S: Final = 2.0
 """Once a child of a group has failed, the others only wait for it."""
+FORK_S: Final = 5.0
+"""A parent that has not forked by then is stopped, or has no CPU: it is not asked again."""
 NOT_FOR_CHILDREN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 
 
@@ -43,6 +50,14 @@ class ChildReport(Frozen, frozen=True, kw_only=True):
     died: str = ""
     """It ended by itself and not in order: how, in words."""
     unkillable: bool = False
+    took_s: float = 0.0
+    waited_s: float = 0.0
+    """Of that its threads waited for a CPU, by the kernel's word."""
+
+    @property
+    def waited(self) -> float:
+        """The share of its time that it waited for a CPU; 0 where that was not long."""
+        return self.waited_s / self.took_s if self.waited_s >= WAITED_S else 0.0
 
     @property
     def kind(self) -> str:
@@ -58,47 +73,189 @@ class ChildReport(Frozen, frozen=True, kw_only=True):
         return bool(self.kind)
 
 
-class _Child:
-    def __init__(
-        self,
-        python: str,
-        order: Mapping[str, Any],
-        environment: Mapping[str, str],
-        cwd: Path,
-        inherited: tuple[int, ...],
-    ) -> None:
-        self.device = str(order.get("device", ""))
-        self.process = subprocess.Popen(
-            [python, "-u", str(PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=dict(environment),
-            cwd=cwd,
-            pass_fds=inherited,
-            start_new_session=True,
+class _Started(NamedTuple):
+    """A child, and what is held of it: descriptors of its process and of its two outputs."""
+
+    pid: int
+    pidfd: int
+    out: int
+    err: int
+    code: Callable[[], int | None]
+    """Its exit code once it has ended, as `subprocess` says it; None: it is not known."""
+
+
+def _fresh(
+    python: str, order: Mapping[str, Any], environment: Mapping[str, str], cwd: Path, inherited: tuple[int, ...]
+) -> _Started:
+    process = subprocess.Popen(
+        [python, "-u", str(PROGRAM)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(environment),
+        cwd=cwd,
+        pass_fds=inherited,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        started = _Started(
+            process.pid,
+            os.pidfd_open(process.pid),
+            os.dup(process.stdout.fileno()),
+            os.dup(process.stderr.fileno()),
+            process.poll,
         )
-        self.pidfd = os.pidfd_open(self.process.pid)
-        assert self.process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin:  # it may be gone already: its end says why
+        process.stdin.write(msgspec.json.encode({**order, "parent": os.getpid()}) + b"\n")
+    return started
+
+
+class WarmParent:
+    """A process of the training Python that has imported torch and forks children: they need not import it again.
+
+    It ends with `close`, and with this process. Not for several threads at once.
+    """
+
+    def __init__(self, python: str, environment: Mapping[str, str], cwd: Path) -> None:
+        """Raises OSError."""
+        self._environment = {key: value for key, value in environment.items() if key not in NOT_FOR_CHILDREN}
+        # OpenBLAS, which numpy brings, starts threads when it is imported. No test computes with it.
+        own = {**self._environment, "OPENBLAS_NUM_THREADS": "1"}
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                    [python, "-u", str(PROGRAM)],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env=own,
+                    cwd=cwd,
+                    start_new_session=True,
+                )
+            except BaseException:
+                self._channel.close()
+                raise
+        with contextlib.suppress(OSError):
+            self._channel.send(msgspec.json.encode({"do": "serve", "parent": os.getpid()}) + b"\n")
+
+    @property
+    def pid(self) -> int:
+        """0: it is gone."""
+        return self._process.pid if self._process is not None else 0
+
+    def ready(self, within_s: float) -> str:
+        """Wait until it can fork: empty, or why it cannot. Raises TimeoutError."""
+        why = "it ended before it had imported torch"
         try:
-            self.process.stdin.write(msgspec.json.encode({**order, "parent": os.getpid()}) + b"\n")
-            self.process.stdin.close()
-        except OSError:  # it is gone already: its end says why
+            message, _ = self._receive(within_s)
+            why = "" if message.get("ready") is True else str(message.get("why", why))
+        except TimeoutError:
+            self.close()
+            raise
+        except OSError:
             pass
+        if why:
+            self.close()
+        return clean_line(why, 200)
+
+    def _receive(self, within_s: float) -> tuple[dict[str, Any], list[int]]:
+        """Raises OSError."""
+        self._channel.settimeout(within_s)
+        data, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+        try:
+            return msgspec.json.decode(data, type=dict[str, Any]), descriptors
+        except msgspec.DecodeError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise OSError("it does not answer as it should") from None
+
+    def fork(
+        self, order: Mapping[str, Any], environment: Mapping[str, str], inherited: tuple[int, ...]
+    ) -> _Started | None:
+        """None: it cannot; from then on it is gone."""
+        if self._process is None:
+            return None
+        changed = {key: value for key, value in environment.items() if self._environment.get(key) != value}
+        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
+        try:
+            self._channel.settimeout(FORK_S)
+            message = msgspec.json.encode({"order": order, "environment": changed})
+            socket.send_fds(self._channel, [message], [their_out, their_err, *inherited])
+            answer, (pidfd,) = self._receive(FORK_S)
+            return _Started(int(answer["pid"]), pidfd, out, err, lambda: self._code(int(answer["pid"])))
+        except (OSError, ValueError, KeyError):
+            os.close(out)
+            os.close(err)
+            self.close()
+            return None
+        finally:
+            os.close(their_out)
+            os.close(their_err)
+
+    def _code(self, pid: int) -> int | None:
+        if self._process is None:
+            return None
+        try:
+            self._channel.settimeout(FORK_S)
+            self._channel.send(msgspec.json.encode({"ended": pid}))
+            code = self._receive(FORK_S)[0].get("code")
+        except OSError:
+            self.close()
+            return None
+        return code if isinstance(code, int) else None
+
+    def close(self) -> None:
+        """Its children are killed with it."""
+        process, self._process = self._process, None
+        self._channel.close()
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GONE_S)
+
+
+class _Child:
+    def __init__(self, device: str, started: _Started) -> None:
+        self.device = device
+        self.started = started
+        self.pidfd = started.pidfd
         self.out, self.words = bytearray(), bytearray()
-        self.open_pipes = {pipe.fileno(): pipe for pipe in (self.process.stdout, self.process.stderr) if pipe}
-        self._answers = self.process.stdout.fileno() if self.process.stdout is not None else -1
+        self.open_pipes = {started.out, started.err}
         self.killed = ""
         self.gone = False
+        self.code: int | None = None
+        self._began = time.monotonic()
+        self._took_s = self._waited_s = 0.0
 
     def read(self, descriptor: int) -> None:
         data = os.read(descriptor, 65536)
         if not data:
-            self.open_pipes.pop(descriptor).close()
-        elif descriptor == self._answers:
+            self.open_pipes.discard(descriptor)
+            os.close(descriptor)
+        elif descriptor == self.started.out:
             self.out += data[: max(0, ANSWER_BYTES - len(self.out))]
         else:
             self.words = (self.words + data)[-WORDS_BYTES:]
+
+    def look(self) -> None:
+        """How long it has lived, and how long of that its threads waited for a CPU."""
+        self._took_s = time.monotonic() - self._began
+        waited = 0
+        for path in Path(f"/proc/{self.started.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                waited += int(path.read_text().split()[1])
+        self._waited_s = max(self._waited_s, waited / 1e9)
+
+    def ended(self) -> None:
+        """It has: what it had written is read."""
+        self._took_s = time.monotonic() - self._began
+        self.code = self.started.code()
+        _read_rest(self)
+        self.gone = True
 
     def kill(self, why: str) -> None:
         if not self.killed:
@@ -110,7 +267,7 @@ class _Child:
 
     def memory_bytes(self) -> int:
         try:
-            pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+            pages = int(Path(f"/proc/{self.started.pid}/statm").read_text().split()[1])
         except (OSError, ValueError, IndexError):
             return 0
         return pages * os.sysconf("SC_PAGE_SIZE")
@@ -127,17 +284,20 @@ class _Child:
             hung=f"{self.killed}, after {clean_line(last, 80)}" if self.killed and not done else "",
             died=died,
             unkillable=not self.gone,
+            took_s=self._took_s,
+            waited_s=self._waited_s,
         )
 
     def _how(self) -> str:
-        code = self.process.returncode
-        how = f"was killed by {signal_name(-code)}" if code is not None and code < 0 else f"ended with code {code}"
+        code = self.code
+        how = "ended" if code is None else f"ended with code {code}"
+        how = f"was killed by {signal_name(-code)}" if code is not None and code < 0 else how
         words = self.words.decode(errors="replace").strip().rpartition("\n")[2]
         return clean_line(f"{how}: {words}" if words else how, 300)
 
     def close(self) -> None:
-        for pipe in self.open_pipes.values():
-            pipe.close()
+        for descriptor in self.open_pipes:
+            os.close(descriptor)
         os.close(self.pidfd)
 
 
@@ -163,22 +323,26 @@ def run_children(
     cwd: Path = Path("/"),
     inherited: tuple[int, ...] = (),
     together: bool = False,
+    warm: WarmParent | None = None,
 ) -> tuple[ChildReport, ...]:
     """Run a child for each order at the same time; their reports in the same order. Blocks for `deadline_s` and
-    `GONE_S` at most. `together`: they are ranks of one group, and none can go on without the others.
+    `GONE_S` at most. `together`: they are ranks of one group, and none can go on without the others. `warm` forks
+    them, if it can.
 
     Raises OSError when they cannot be started.
     """
     given = {key: value for key, value in environment.items() if key not in NOT_FOR_CHILDREN}
     children: list[_Child] = []
     try:
-        children.extend(_Child(python, order, given, cwd, inherited) for order in orders)
+        for order in orders:
+            started = warm.fork(order, given, inherited) if warm is not None else None
+            started = started or _fresh(python, order, given, cwd, inherited)
+            children.append(_Child(str(order.get("device", "")), started))
         _watch(children, time.monotonic() + deadline_s, deadline_s, memory_bytes, together)
         return tuple(child.report() for child in children)
     finally:
         for child in children:
             child.kill("it was not needed any more")
-            child.process.poll()
             child.close()
 
 
@@ -198,15 +362,15 @@ def _watch(children: Sequence[_Child], deadline: float, deadline_s: float, memor
             child = owner[descriptor]
             if descriptor != child.pidfd:
                 child.read(descriptor)
-            elif child.process.poll() is not None:
-                _read_rest(child)
-                child.gone = True
+            else:
+                child.ended()
         now = time.monotonic()
         if together and left_at is None and any(child.gone and child.report().died for child in children):
             left_at = now + OTHERS_S
         for child in children:
             if child.gone:
                 continue
+            child.look()
             if now >= deadline:
                 child.kill(f"did not end within {deadline_s:.0f} s")
             elif left_at is not None and now >= left_at:

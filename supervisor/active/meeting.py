@@ -400,7 +400,7 @@ class Leader:
             return None, None
         self._say(f"all {len(good)} together: at most {self._suite.group_s:.0f} s")
         (outcome,) = self._groups([tuple(good)])
-        if not outcome.failed:
+        if not outcome.failed or outcome.busy:
             return outcome, None
         steps: list[list[GroupOutcome]] = []
         while (halves := next_halves(good, steps)) and self._left_s() >= self._suite.group_s:
@@ -466,7 +466,8 @@ def pair_results(conclusion: PairConclusion, rounds: Sequence[Sequence[GroupOutc
     failed: dict[str, str] = {}
     for outcome in (one for some in rounds for one in some):
         for node in outcome.nodes:
-            failed[node] = outcome.failed or failed.get(node, "")
+            why = "; ".join(text for text in (outcome.failed, outcome.busy) if text)
+            failed[node] = why or failed.get(node, "")
             partners.setdefault(node, {}).update(dict.fromkeys(other for other in outcome.nodes if other != node))
     named = {one.node: one for one in conclusion.named}
     bad = {one.node: one for one in conclusion.bad}

@@ -6,19 +6,21 @@ left is not begun, and said to be unknown.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
 from diagnosis.signals import clean_line
+from recovery.active_verdicts import BUSY as BUSY_SHARE
 from recovery.active_verdicts import LESS_IS_BETTER, Figure
 from recovery.group_tests import GroupOutcome
-from supervisor.active.children import ChildReport, run_children
+from supervisor.active.children import ChildReport, WarmParent, run_children
 from supervisor.errors import ActiveTestsImpossible, CheckRefused
 from supervisor.node_health.check import Options, answer, table
 
@@ -44,7 +46,7 @@ class Suite(NamedTuple):
 
 
 SUITES: Final = {
-    "quick": Suite("quick", 60.0, 20.0, 25.0, 0.3, 15.0, 0.15, 9.0, 5.0),
+    "quick": Suite("quick", 60.0, 40.0, 25.0, 0.3, 15.0, 0.15, 9.0, 5.0),
     "full": Suite("full", 600.0, 60.0, 180.0, 3.0, 60.0, 1.0, 30.0, 20.0),
 }
 
@@ -66,6 +68,8 @@ class ActiveSetup(NamedTuple):
     cwd: Path
     products: tuple[dict[str, Any], ...] = ()
     """The job's own (`supervisor.active.shapes`)."""
+    warm: WarmParent | None = None
+    """Has imported torch, and forks the children."""
 
     def run(
         self, orders: Sequence[Mapping[str, Any]], deadline_s: float, *, group: bool = False, listen: int = -1
@@ -81,9 +85,30 @@ class ActiveSetup(NamedTuple):
                 cwd=self.cwd,
                 inherited=(listen,) if listen >= 0 else (),
                 together=group,
+                warm=self.warm,
             )
         except OSError as error:
             raise ActiveTestsImpossible(f"no test can be started with {self.python}: {error}") from None
+
+
+@contextlib.contextmanager
+def warmed(bench: ActiveSetup, suite: Suite) -> Iterator[ActiveSetup]:
+    """With a parent that has imported torch, if children may be forked from it. Blocks.
+
+    Raises ActiveTestsImpossible.
+    """
+    try:
+        warm = WarmParent(bench.python, bench.environment, bench.cwd)
+    except OSError as error:
+        raise ActiveTestsImpossible(f"no test can be started with {bench.python}: {error}") from None
+    try:
+        yield bench if warm.ready(suite.look_s) else bench._replace(warm=warm)
+    except TimeoutError:
+        raise ActiveTestsImpossible(
+            f"{bench.python} has not imported torch within {suite.look_s:.0f} s: nothing was tested"
+        ) from None
+    finally:
+        warm.close()
 
 
 def find_devices(bench: ActiveSetup, suite: Suite) -> Devices:
@@ -169,7 +194,15 @@ def figures_of(node: str, reports: Sequence[ChildReport], at: float, part: str =
 
 def _figures(node: str, report: ChildReport, at: float, part: str) -> list[Figure]:
     gpu = report.uuid or (report.device if report.device != "cpu" else "")
-    base = Figure(node=node, gpu=clean_line(gpu, 80), kind=clean_line(report.kind, 200), at=at, test=part)
+    base = Figure(
+        node=node,
+        gpu=clean_line(gpu, 80),
+        kind=clean_line(report.kind, 200),
+        at=at,
+        test=part,
+        took_s=report.took_s,
+        waited=report.waited,
+    )
     found = [
         replace(
             base,
@@ -188,24 +221,23 @@ def _figures(node: str, report: ChildReport, at: float, part: str) -> list[Figur
     why = report.hung or report.died
     if report.began and report.hung:
         found.append(replace(base, hung=why))
-    elif why and report.began and is_fault_of_device(why):
+    elif report.began and any(word in why for word in FAULTS):
         found.append(replace(base, fault=why))
+    elif report.began and any(word in why for word in CRASHES):
+        found.append(replace(base, crashed=why))
     elif why:
         found.append(replace(base, unfinished=why))
     return found
 
 
-FAULTS: Final = (
-    "CUDA error: uncorrectable", "CUDA error: unspecified launch", "CUDA error: an illegal", "CUDA error: misaligned",
-    "CUDA error: unknown", "CUBLAS_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_INTERNAL_ERROR", "SIGSEGV", "SIGBUS",
-    "hardware", "ECC",
+FAULTS: Final = ("CUDA error: uncorrectable",)
+"""Words of errors that say themselves that the device is broken."""
+CRASHES: Final = (
+    "CUDA error: unspecified launch", "CUDA error: an illegal", "CUDA error: misaligned", "CUDA error: unknown",
+    "CUDA error: hardware", "CUBLAS_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_INTERNAL_ERROR", "SIGSEGV", "SIGBUS",
 )  # fmt: skip
-"""Words of errors that our own few lines cannot cause on a device that is well. Others, such as no memory left, say
-nothing of it."""
-
-
-def is_fault_of_device(why: str) -> bool:
-    return any(word in why for word in FAULTS)
+"""Words of errors that a broken device causes, and software that does not fit: they count where others of the kind do
+well. Other errors, such as no memory left, say nothing of the device."""
 
 
 def _typical(line: Mapping[str, Any], kind: str) -> float | None:
@@ -277,8 +309,9 @@ def group_outcome(nodes: Sequence[str], reports: Mapping[str, Sequence[ChildRepo
         return GroupOutcome(nodes=tuple(nodes), failed=f"{', '.join(silent)} was not heard of again")
     troubles = [(node, _trouble(one)) for node in nodes for one in reports[node] or ()]
     words = [f"{node}: {why}" for node, why in troubles if why]
+    busy = _busy(nodes, reports)
     if words:
-        return GroupOutcome(nodes=tuple(nodes), failed=clean_line("; ".join(words), 400))
+        return GroupOutcome(nodes=tuple(nodes), failed=clean_line("; ".join(words), 400), busy=busy)
     seconds: dict[str, float] = {}
     for node in nodes:
         for report in reports[node] or ():
@@ -287,7 +320,18 @@ def group_outcome(nodes: Sequence[str], reports: Mapping[str, Sequence[ChildRepo
                 if isinstance(line.get("test"), str) and line.get("unit") == "s" and value is not None:
                     test = clean_line(line["test"], 80)
                     seconds[test] = max(seconds.get(test, 0.0), value)
-    return GroupOutcome(nodes=tuple(nodes), seconds=seconds)
+    return GroupOutcome(nodes=tuple(nodes), seconds=seconds, busy=busy)
+
+
+def _busy(nodes: Sequence[str], reports: Mapping[str, Sequence[ChildReport] | None]) -> str:
+    """In words: the ranks of every node waited for CPUs. Where one node's did, the node may be what is slow."""
+    waited = [max((one.waited for one in reports[node] or ()), default=0.0) for node in nodes]
+    wrong = any(
+        line.get("test") and not line.get("ok") for node in nodes for one in reports[node] or () for line in one.lines
+    )
+    if wrong or min(waited, default=0.0) < BUSY_SHARE:
+        return ""
+    return f"the CPUs of all its nodes are busy: ranks waited for one {100 * min(waited):.0f} % of their time or more"
 
 
 def _trouble(report: ChildReport) -> str:

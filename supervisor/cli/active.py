@@ -50,7 +50,7 @@ class ActiveOptions(NamedTuple):
 
 def check_active(options: ActiveOptions) -> int:
     """Make the tests, print what came of them; the exit code. Raises ActiveTestsImpossible."""
-    from supervisor.active.suite import SUITES
+    from supervisor.active.suite import SUITES, warmed
 
     bench = _bench(options)
     if not options.slurm_form:
@@ -59,7 +59,8 @@ def check_active(options: ActiveOptions) -> int:
     place = _meeting(options, os.environ)
     leads = place is None or place.leads
     earlier = _earlier() if leads else ()
-    answer = _alone(bench, options, earlier) if place is None else _together(bench, options, place, earlier)
+    with warmed(bench, SUITES[options.suite]) as warm:
+        answer = _alone(warm, options, earlier) if place is None else _together(warm, options, place, earlier)
     if leads:
         keep_results(sorted(answer.results, key=lambda one: one.verdict != "fail"))
     if options.slurm_form:
@@ -72,15 +73,23 @@ def check_active(options: ActiveOptions) -> int:
 
 
 def exit_code(answer: SuiteAnswer) -> int:
-    """0: nothing failed. 2: something did. 3: nothing could be tested, or not every node came."""
+    """0: nothing failed. 2: something did. 3: nothing could be tested, or not every node came, or not to the end."""
     pairs = answer.pairs
-    if answer.bad or (answer.group is not None and answer.group.failed):
+    group = answer.group
+    if answer.bad or (group is not None and group.failed and not group.busy):
         return 2
     if pairs is not None and (pairs.bad or pairs.links):
         return 2
-    if answer.absent or (pairs is not None and pairs.unproven):
+    if answer.absent or (pairs is not None and pairs.unproven) or (group is not None and group.failed):
+        return ExitCode.NOT_KNOWN
+    if any(one.verdict == "unknown" and one.test in NEEDED for one in answer.results):
         return ExitCode.NOT_KNOWN
     return ExitCode.DONE if any(one.verdict == "pass" for one in answer.results) else ExitCode.NOT_KNOWN
+
+
+NEEDED = ("device", "peer_copy", "pairs", "training_bits", "memory_patterns")
+"""Tests that need no others to compare with (`device`: all of one device, where it did not come to its end): where one
+is not known, the node is not proven well."""
 
 
 def _bench(options: ActiveOptions) -> ActiveSetup:
@@ -291,7 +300,8 @@ def _conclusions(answer: SuiteAnswer) -> list[str]:
             for link in pairs.links
         )
     if answer.group is not None and answer.group.failed:
-        lines.append(f"NOTE     all {len(answer.group.nodes)} together fail: {answer.group.failed}")
+        why = "; ".join(text for text in (answer.group.failed, answer.group.busy) if text)
+        lines.append(f"NOTE     all {len(answer.group.nodes)} together fail: {why}")
     smallest = answer.smallest.groups if answer.smallest is not None else ()
     lines.extend(f"NOTE     a smallest group that fails: {', '.join(one[:16])} ({len(one)} nodes)" for one in smallest)
     return lines

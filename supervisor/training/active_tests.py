@@ -6,6 +6,9 @@ The order says what to do (`ORDERS`); each line of the answer is one result, wri
 child that hangs has said what went before. The parent has the deadline, and kills. Nothing here judges: whether a
 figure is good is known only beside those of other nodes (`recovery.active_verdicts`).
 
+With the order `serve` it imports torch, which takes seconds, and forks a child for each order that comes on its
+standard input, a socket.
+
 torch and the standard library only, Python 3.9. docs/active-tests.md says what each test finds.
 """
 
@@ -18,6 +21,7 @@ import json
 import os
 import platform
 import signal
+import socket
 import sys
 import time
 from typing import Any, Callable  # noqa: UP035 (Python 3.9)
@@ -97,7 +101,9 @@ class Device:
         """Only figures and digests of one kind are compared."""
         torch = self.torch
         name = torch.cuda.get_device_name(self.device) if self.is_gpu else _cpu_name()
-        runtime = f"CUDA {torch.version.cuda or torch.version.hip}" if self.is_gpu else f"{platform.machine()} CPU"
+        runtime = (
+            f"CUDA {torch.version.cuda or torch.version.hip}{_driver()}" if self.is_gpu else f"{platform.machine()} CPU"
+        )
         return f"{name}, torch {torch.__version__}, {runtime}"
 
     def uuid(self) -> str:
@@ -130,6 +136,15 @@ class Device:
             work()
         self.sync()
         return (time.perf_counter() - start) / calls
+
+
+def _driver() -> str:
+    """A new one may be slower, and that is no fault of a node."""
+    try:
+        with open("/sys/module/nvidia/version", encoding="ascii", errors="replace") as file:
+            return f", driver {file.read(40).strip()}"
+    except OSError:
+        return ""
 
 
 def _cpu_name() -> str:
@@ -513,6 +528,64 @@ ORDERS: dict[str, Callable[[dict[str, Any], Teller], None]] = {
 }
 
 
+def serve() -> dict[str, Any]:
+    """Import torch, and fork at the parent's orders until it hangs up. Returns in the children only: their order."""
+    channel = socket.socket(fileno=os.dup(0))
+    why = why_not_forked()
+    channel.send(json.dumps({"ready": not why, "why": why}).encode())
+    null, own = os.open(os.devnull, os.O_RDWR), os.getpid()
+    os.dup2(null, 0)
+    while not why:
+        data, given, _, _ = socket.recv_fds(channel, MIB, 4)
+        if not data:
+            break
+        message = json.loads(data)
+        if "ended" in message:
+            _, status = os.waitpid(int(message["ended"]), 0)
+            code = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            channel.send(json.dumps({"code": code}).encode())
+            continue
+        pid = os.fork()
+        if not pid:
+            channel.close()
+            return forked(message, given, own)
+        pidfd = os.pidfd_open(pid)
+        socket.send_fds(channel, [json.dumps({"pid": pid}).encode()], [pidfd])
+        for descriptor in (pidfd, *given):
+            os.close(descriptor)
+    os._exit(0)
+
+
+def why_not_forked() -> str:
+    """Import torch; why no child may be forked after it, or nothing."""
+    try:
+        import torch
+        import torch.distributed
+    except BaseException as error:
+        return f"torch cannot be imported: {type(error).__name__}: {error}"[:300]
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"the import of torch leaves {threads} threads"
+    with open("/proc/self/maps") as file:
+        is_open = "/dev/nvidia" in file.read()
+    return "the import of torch has opened the GPUs" if is_open or torch.cuda.is_initialized() else ""
+
+
+def forked(message: dict[str, Any], given: list[int], parent: int) -> dict[str, Any]:
+    """Be a process as if it had been started for this order."""
+    global STARTED
+    STARTED = time.monotonic()
+    os.setsid()
+    for number, descriptor in zip((1, 2), given):  # noqa: B905 (Python 3.9)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.update(message["environment"])
+    order: dict[str, Any] = {**message["order"], "parent": parent}
+    if len(given) > 2:
+        order["listen"] = given[2]
+    return order
+
+
 def die_with(parent: int) -> None:
     """Should the parent be killed, the kernel ends this process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -523,6 +596,9 @@ def die_with(parent: int) -> None:
 def main() -> int:
     order = json.loads(sys.stdin.readline())
     die_with(int(order.get("parent", 0)))
+    if order["do"] == "serve":
+        order = serve()
+        die_with(int(order["parent"]))
     teller = Teller()
     try:
         ORDERS[order["do"]](order, teller)

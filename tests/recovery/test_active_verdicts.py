@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from recovery.active_verdicts import Figure, earlier_figures, judge, to_repeat
 from recovery.ledger import TestResult, TestVerdict
@@ -94,12 +95,57 @@ def test_wrong_data_is_a_fault_at_once() -> None:
 
 def test_a_hang_counts_when_it_hangs_again() -> None:
     hung = Figure(node="n0", test="device", kind=KIND, hung="did not end within 25 s")
-    assert verdicts(judge([hung])) == "?"
-    assert to_repeat(judge([hung]), [hung]) == (hung.key,)
-    assert verdicts(judge([hung], again=[hung])) == "F"
-    well = judge([hung], again=[Figure(node="n0", test="matmul_bf16", kind=KIND, value=700.0)])
-    assert verdicts(well) == "?"
-    assert to_repeat(well, [hung]) == ()
+    figures = [replace(hung, took_s=25.0), *ended(6.0, 7.0, 8.0)]
+    assert verdicts(judge(figures)) == "?..."
+    assert to_repeat(judge(figures), figures) == (hung.key,)
+    assert verdicts(judge(figures, again=figures[:1])) == "F..."
+    well = judge(figures, again=[Figure(node="n0", test="matmul_bf16", kind=KIND, value=700.0)])
+    assert verdicts(well) == "?..."
+    assert to_repeat(well, figures) == ()
+
+
+def ended(*seconds: float) -> list[Figure]:
+    """Devices of which all tests came to their end after so long."""
+    return [
+        Figure(node=f"w{number}", test="memory_patterns", kind=KIND, took_s=one) for number, one in enumerate(seconds)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("others", "waited", "verdict"),
+    [
+        ((6.0, 7.0, 8.0), 0.0, "F"),
+        ((6.0, 7.0, 8.0), 0.3, "?"),  # its CPUs were busy
+        ((14.0, 15.0, 16.0), 0.0, "?"),  # others were hardly faster
+        ((6.0, 7.0), 0.0, "?"),
+        ((), 0.0, "?"),
+    ],
+)
+def test_a_missed_deadline_is_no_fault_by_itself(others: tuple[float, ...], waited: float, verdict: str) -> None:
+    hung = Figure(node="n0", test="device", kind=KIND, hung="did not end", took_s=25.0, waited=waited)
+    assert verdicts(judge([hung, *ended(*others)], again=[hung]))[0] == verdict
+
+
+def test_a_crash_counts_where_others_do_well() -> None:
+    crash = Figure(node="n0", test="device", kind=KIND, crashed="was killed by SIGSEGV", took_s=1.0)
+    everywhere = [crash, *(replace(crash, node=f"n{number}") for number in range(1, 5))]
+    assert verdicts(judge(everywhere, again=everywhere)) == "?????"
+    assert verdicts(judge([crash, *ended(6.0, 7.0, 8.0)], again=[crash])) == "F..."
+    assert verdicts(judge([crash, *ended(6.0, 7.0, 8.0)])) == "?..."
+
+
+def test_a_slow_one_on_a_busy_node_is_not_known() -> None:
+    figures = [*rates(*WELL), replace(rates(600.0)[0], node="n9", waited=0.4)]
+    assert verdicts(judge(figures, again=figures[5:])) == ".....?"
+
+
+def test_steps_that_torch_cannot_repeat_are_no_fault_of_a_device() -> None:
+    odd = [replace(one, fault="gradients differ between runs") for one in digests("a", "b", "c")]
+    assert verdicts(judge(odd)) == "???"
+    assert verdicts(judge(odd[:1])) == "?"
+    steady = [replace(one, node="n9") for one in digests("a")]
+    assert verdicts(judge([*odd[:1], *steady])) == "F."
+    assert verdicts(judge(odd[:1], earlier=steady)) == "F"
 
 
 def digests(*values: str) -> list[Figure]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 
 from recovery.active_verdicts import Figure, judge
 from supervisor.active import children
-from supervisor.active.children import ChildReport, run_children
+from supervisor.active.children import ChildReport, WarmParent, run_children
 from supervisor.active.suite import figures_of, group_outcome, mark_busy
 
 SCRIPT = """#!{python}
@@ -79,7 +81,7 @@ def test_how_one_died(training_python: Any) -> None:
     (report,) = run(training_python("os.kill(os.getpid(), signal.SIGSEGV)"))
     assert "SIGSEGV" in report.died
     (figure,) = figures_of("n1", (report,), 0.0)
-    assert figure.fault
+    assert figure.crashed
     (report,) = run(training_python('sys.exit("out of memory")'))
     assert "out of memory" in report.died
     (figure,) = figures_of("n1", (report,), 0.0)
@@ -136,7 +138,7 @@ def test_a_gpu_that_others_use_is_not_called_slow() -> None:
     assert "4711" in results[0].reason
 
 
-def report(device: str = "cpu", *lines: dict[str, Any], **more: str) -> ChildReport:
+def report(device: str = "cpu", *lines: dict[str, Any], **more: Any) -> ChildReport:
     return ChildReport(device=device, lines=({"kind": "k"}, *lines), **more)
 
 
@@ -154,3 +156,99 @@ def test_what_makes_a_group_fail() -> None:
     for bad in ((wrong,), (report(hung="x"),), (report(died="x"),), None):
         assert group_outcome(("a", "b"), {"a": (well,), "b": bad}).failed
     assert not group_outcome(("a", "b"), {"a": (well,), "b": (well,)}).failed
+
+
+def test_a_group_of_which_every_node_is_busy() -> None:
+    hung = report(hung="did not end", took_s=15.0, waited_s=6.0)
+    free = report(took_s=15.0, waited_s=0.5)
+    wrong = report("cpu", {"test": "all_reduce_small", "ok": False}, took_s=15.0, waited_s=6.0)
+    assert group_outcome(("a", "b"), {"a": (hung,), "b": (hung, free)}).busy
+    assert not group_outcome(("a", "b"), {"a": (hung,), "b": (free,)}).busy
+    assert not group_outcome(("a", "b"), {"a": (hung,), "b": (wrong,)}).busy
+
+
+# ----- forked from a parent that has imported torch -----
+
+
+@pytest.fixture
+def warm(tmp_path: Path) -> Any:
+    """A parent of this Python with `torch` as given, in place of the real one; and how it came up."""
+    made = []
+
+    def start(more: str = "") -> tuple[WarmParent, str]:
+        package = tmp_path / "torch"
+        (package / "distributed").mkdir(parents=True, exist_ok=True)
+        (package / "distributed" / "__init__.py").touch()
+        lines = ["import time", "class cuda:", "    is_initialized = is_available = staticmethod(lambda: False)", more]
+        (package / "__init__.py").write_text("\n".join(lines))
+        parent = WarmParent(sys.executable, {**os.environ, "PYTHONPATH": str(tmp_path)}, tmp_path)
+        made.append(parent)
+        return parent, parent.ready(30.0)
+
+    yield start
+    for parent in made:
+        parent.close()
+
+
+def forked(parent: WarmParent, deadline_s: float = 20.0) -> ChildReport:
+    """`/bin/false` in place of Python: whoever is not forked ends with code 1."""
+    environment = {**os.environ, "PYTHONPATH": "x", "TEST_CHANGED": "yes"}
+    (one,) = run_children(
+        "/bin/false", [{"do": "look"}], deadline_s, environment=environment, memory_bytes=1 << 34, warm=parent
+    )
+    return one
+
+
+def test_children_are_forked_after_the_import(warm: Any) -> None:
+    parent, why = warm()
+    assert why == ""
+    first, second = forked(parent), forked(parent)
+    assert "device" in first.died, "the torch that is imported here has no devices: the child says so itself"
+    assert first.died == second.died
+    parent.close()
+    assert "code 1" in forked(parent).died
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ("import threading; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()", "threads"),
+        ("import _no_such_module", "imported"),
+        ("import os; os._exit(3)", "ended"),
+    ],
+)
+def test_none_is_forked_where_it_is_not_safe(warm: Any, more: str, word: str) -> None:
+    parent, why = warm(more)
+    assert word in why
+    assert "code 1" in forked(parent).died
+
+
+def test_an_import_that_takes_too_long(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    parent = WarmParent(str(python), os.environ, tmp_path)
+    with pytest.raises(TimeoutError):
+        parent.ready(0.5)
+
+
+def test_a_stopped_parent_forks_no_more(warm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "FORK_S", 1.0)
+    parent, _ = warm()
+    os.kill(parent.pid, signal.SIGSTOP)
+    assert "code 1" in forked(parent).died
+
+
+def test_children_end_with_the_one_that_is_killed(warm: Any) -> None:
+    """Parent and child die with SIGKILL of what started them, and leave nothing."""
+    parent, _ = warm("    is_available = staticmethod(lambda: time.sleep(600))")
+    done: list[ChildReport] = []
+    thread = threading.Thread(target=lambda: done.append(forked(parent, 60.0)))
+    thread.start()
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+    deadline = time.monotonic() + 30
+    while not children.read_text().split():
+        assert time.monotonic() < deadline
+    os.kill(parent.pid, signal.SIGKILL)
+    thread.join(30)
+    assert "SIGKILL" in done[0].died or done[0].died == "ended"
