@@ -6,8 +6,8 @@
 #   Prolog=/opt/unbroken/prolog.sh
 #   PrologEpilogTimeout=180
 #
-# UNBROKEN_TRAINING_PYTHON: the Python of an environment that has torch; without one the active tests are left out. A Prolog that fails has the node drained and the job requeued, so only a test that failed twice counts; nothing
-# that is wrong with the test itself does.
+# UNBROKEN_TRAINING_PYTHON: the Python of an environment that has torch; without one the active tests are left out. A Prolog that fails has the node drained and the job requeued, so only wrong data and what failed twice counts;
+# a node that others use is not tested, and nothing that is wrong with the test itself counts.
 
 # slurmd gives the program its own variables only: no PATH to our environment, and no SLURM_CONF.
 export PATH="${UNBROKEN_BIN:-/opt/unbroken/bin}:$PATH"

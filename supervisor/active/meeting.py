@@ -58,7 +58,10 @@ MEET_S: Final = 60.0
 ANSWER_S: Final = 8.0
 """How much longer than a test the answer may take."""
 PROOF_S: Final = 10.0
+GREETED: Final = 64
+"""Connections at once that have not proven themselves; more wait."""
 MOST_NODES: Final = 4096
+MOST_DEVICES: Final = 64
 END_S: Final = 30.0
 
 
@@ -115,6 +118,8 @@ class Participant:
         self._devices = devices
         self._suite = suite
         self._domain = domain
+        self.reached = False
+        """Whether the leader has answered."""
 
     def take_part(self, address: str, port: int, secret: SharedSecret) -> SuiteAnswer:
         """Blocks until the end. Raises ActiveTestsImpossible."""
@@ -122,6 +127,7 @@ class Participant:
             wire, connection = call(address, port, secret, None)
         except (OSError, PeerError) as error:
             raise ActiveTestsImpossible(f"the leader at {address}:{port} cannot be reached: {error}") from None
+        self.reached = True
         with contextlib.closing(connection):
             connection.settimeout(self._suite.whole_s + MEET_S + END_S)
             try:
@@ -220,6 +226,10 @@ class _Node:
             self._connection.settimeout(END_S)
             self._wire.send(dict(message))
 
+    def hang_up(self) -> None:
+        self.lost = self.lost or "it is over"
+        _hang_up(self._connection)
+
     def close(self) -> None:
         self._connection.close()
 
@@ -250,6 +260,7 @@ class Leader:
         self._say = say
         self._nodes: dict[str, _Node] = {}
         self._changed = threading.Condition()
+        self._greeted = threading.BoundedSemaphore(GREETED)
         self._missing: list[str] = []
         self.absent = 0
         self._started = time.monotonic()
@@ -270,24 +281,42 @@ class Leader:
             for node in self._nodes.values():
                 node.close()
 
+    def stop(self) -> None:
+        """Wait for no node any more."""
+        for node in list(self._nodes.values()):
+            node.hang_up()
+
     # ----- who comes -----
 
     def _let_in(self, listening: socket.socket) -> None:
         while True:
+            self._greeted.acquire()
             try:
                 connection, _ = listening.accept()
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
             except OSError:
-                return  # it is over
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+                if listening.fileno() < 0:
+                    return  # it is over
+                self._greeted.release()
+                time.sleep(0.1)  # no descriptor is free, or the like
 
     def _greet(self, connection: socket.socket) -> None:
         connection.settimeout(PROOF_S)
+        # Who sends a byte now and then gets no more time than others.
+        late = threading.Timer(PROOF_S, _hang_up, (connection,))
+        late.daemon = True
+        late.start()
         try:
             wire = accept(connection, self._secret)
             hello = msgspec.convert(wire.answer(), Introduction)
+            if hello.node != clean_line(hello.node, 63) or not 1 <= hello.devices <= MOST_DEVICES:
+                raise PeerError("it has an impossible name, or number of devices")
         except (OSError, PeerError, msgspec.ValidationError):
             connection.close()
             return
+        finally:
+            late.cancel()
+            self._greeted.release()
         with self._changed:
             if hello.node in self._nodes or len(self._nodes) >= min(self._expected, MOST_NODES):
                 connection.close()
@@ -434,6 +463,11 @@ class Leader:
         return [group_outcome(group, reports) for group in groups]
 
 
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def natural(name: str) -> tuple[object, ...]:
     """n2 comes before n10."""
     parts, number = [], ""
@@ -526,10 +560,7 @@ def meet(
     path = folder / "active-tests.json"
     if not leads:
         devices = find_devices(bench, suite)
-        place = _found(path)
-        return Participant(bench, devices, suite, domain).take_part(
-            place.address, place.port, SharedSecret(place.secret)
-        )
+        return _followed(path, Participant(bench, devices, suite, domain))
     secret = os.urandom(24).hex()
     listening = socket.create_server((own_address, 0), backlog=min(nodes, MOST_NODES))
     place = MeetingPlace(address=own_address, port=listening.getsockname()[1], secret=secret)
@@ -543,8 +574,12 @@ def meet(
         )
         thread = threading.Thread(target=lambda: answers.append(leader.lead(listening)), daemon=True)
         thread.start()
-        devices = find_devices(bench, suite)
-        Participant(bench, devices, suite, domain).take_part(own_address, place.port, shared)
+        try:
+            devices = find_devices(bench, suite)
+            Participant(bench, devices, suite, domain).take_part(own_address, place.port, shared)
+        except BaseException:  # Ctrl-C, too: the others need not go on
+            leader.stop()
+            raise
         thread.join(END_S)
         return answers[0]
     except OSError as error:
@@ -553,6 +588,19 @@ def meet(
         listening.close()
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
+
+
+def _followed(path: Path, participant: Participant) -> SuiteAnswer:
+    """Do what the leader of the file asks. One that was killed may have left its file: the next will write another."""
+    deadline = time.monotonic() + MEET_S
+    while True:
+        place = _found(path)
+        try:
+            return participant.take_part(place.address, place.port, SharedSecret(place.secret))
+        except ActiveTestsImpossible:
+            if participant.reached or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
 def _found(path: Path) -> MeetingPlace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import sys
 import time
@@ -46,6 +47,7 @@ class ActiveOptions(NamedTuple):
     floors: Mapping[str, float] = {}
     as_json: bool = False
     slurm_form: bool = False
+    beside_jobs: bool = False
 
 
 def check_active(options: ActiveOptions) -> int:
@@ -53,12 +55,14 @@ def check_active(options: ActiveOptions) -> int:
     from supervisor.active.suite import SUITES, warmed
 
     bench = _bench(options)
+    _look_around(options)
     if not options.slurm_form:
         most = SUITES[options.suite].whole_s
         click.echo(f"unbroken: active tests ({options.suite}) with {bench.python}: at most {most:.0f} s", err=True)
     place = _meeting(options, os.environ)
     leads = place is None or place.leads
-    earlier = _earlier() if leads else ()
+    # A change of the whole fleet since then must not drain it node by node: Slurm's program compares what is here.
+    earlier = _earlier() if leads and not options.slurm_form else ()
     with warmed(bench, SUITES[options.suite]) as warm:
         answer = _alone(warm, options, earlier) if place is None else _together(warm, options, place, earlier)
     if leads:
@@ -104,6 +108,27 @@ def _bench(options: ActiveOptions) -> ActiveSetup:
     products = _shapes(options.shapes).products
     node = options.node or os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
     return ActiveSetup(clean_line(node, 63), python, dict(os.environ), Path.cwd(), products)
+
+
+def _look_around(options: ActiveOptions) -> None:
+    """Raises ActiveTestsImpossible where a job runs."""
+    from supervisor.active import neighbours
+    from supervisor.active.suite import busy_gpus
+
+    why = neighbours.why_occupied(busy_gpus(), neighbours.PROC)
+    if why and not options.beside_jobs:
+        raise ActiveTestsImpossible(
+            f"this node is in use: {why}. The tests would slow it down and take its memory, so nothing was tested. Run "
+            "them when it is idle, or with `unbroken check --active --beside-jobs`"
+        )
+    if why:
+        warn(f"this node is in use, and will be slowed down: {why}")
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    if load > BUSY_LOAD * cpus:
+        warn(f"the CPUs of this node are busy (load {load:.1f} on {cpus}): what is slow may be called unknown")
+
+
+BUSY_LOAD = 0.5
 
 
 def _shapes(path: str) -> JobShapes:
@@ -158,6 +183,7 @@ def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting, earlie
 
     if place.leads and place.folder.parent.name:
         make_shared(place.folder.parent)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # scancel: the file must go, and the children
     try:
         return meet(
             place.folder,
@@ -174,6 +200,7 @@ def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting, earlie
             say=lambda text: click.echo(f"unbroken: {text}", err=True),
         )
     finally:
+        signal.signal(signal.SIGTERM, before)
         if place.leads:
             try:
                 place.folder.rmdir()

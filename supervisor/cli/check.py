@@ -104,6 +104,7 @@ RIGHTS: Final = "rights"
 )
 @click.option("--python", default="", metavar="PATH", help="With --active: the training Python.  [torchrun's]")
 @click.option("--shapes", default="", metavar="TRACE", help="With --active: also repeat the work in a Kineto trace.")
+@click.option("--beside-jobs", is_flag=True, help="With --active: test although a job runs here. It is slowed down.")
 @click.option("--meet", default="", metavar="DIR", help="With --active, without Slurm: folder that all nodes share.")
 @click.option("--nodes", type=click.IntRange(2, 4096), metavar="N", help="With --meet: how many nodes take part.")
 @click.option("--node-rank", type=click.IntRange(0), metavar="R", help="With --meet: this one's number; 0 leads.")
@@ -126,6 +127,7 @@ def check(
     active: str | None,
     python: str,
     shapes: str,
+    beside_jobs: bool,
     meet: str,
     nodes: int | None,
     node_rank: int | None,
@@ -140,7 +142,7 @@ def check(
         sys.exit(_rights(site_file))
     if active:
         place = (meet, nodes or 0, node_rank)
-        sys.exit(_active(active, form, site_file, as_json, node_name, python, place, only, shapes))
+        sys.exit(_active(active, form, site_file, as_json, node_name, python, place, only, shapes, beside_jobs))
     given = FORMS.get(form or "", SlurmForm(False, (), 20.0))
     timeout_s = given.timeout_s if timeout_s is None else timeout_s
     last_resort: threading.Timer | None = None
@@ -187,6 +189,7 @@ def _active(
     place: tuple[str, int, int | None],
     only: tuple[str, ...],
     shapes: str,
+    beside_jobs: bool,
 ) -> int:
     """The active tests. As Slurm's program: a fault of ours never drains a node."""
     from supervisor.cli.active import FLOORS, ActiveOptions, check_active
@@ -206,6 +209,7 @@ def _active(
             floors=site.site.limits.get(FLOORS, {}),
             as_json=as_json,
             slurm_form=form is not None,
+            beside_jobs=beside_jobs,
         )
         return check_active(options)
     except Exception as error:

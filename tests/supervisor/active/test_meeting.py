@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from supervisor.active import meeting
 from supervisor.active.meeting import Leader, MeetingPlace, Participant, SuiteAnswer, meet, natural
 from supervisor.active.suite import ActiveSetup, Devices, Suite
 from supervisor.errors import ActiveTestsImpossible
+from supervisor.files import write_atomically
+from supervisor.mover.peer import PeerError, call
 from supervisor.wire.authentication import SharedSecret
 
 SUITE = Suite("quick", 60.0, 10.0, 15.0, 0.1, 6.0, 0.1, 5.0, 5.0)
@@ -157,3 +163,92 @@ def test_a_file_that_others_may_read_is_not_used(tmp_path: Path) -> None:
 
 def test_names_in_the_order_of_their_numbers() -> None:
     assert sorted(["n10", "n9", "m1", "n100", "n"], key=natural) == ["m1", "n", "n9", "n10", "n100"]
+
+
+def test_who_proves_nothing_holds_nobody_up(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More strangers than are greeted at once, which say nothing; and one that says a byte now and then."""
+    monkeypatch.setattr(meeting, "PROOF_S", 0.5)
+    monkeypatch.setattr(meeting, "GREETED", 3)
+    secret, listening = SharedSecret("secret"), socket.create_server(("127.0.0.1", 0), backlog=64)
+    address = listening.getsockname()
+    strangers = [socket.create_connection(address) for _ in range(8)]
+    strangers[0].sendall(b"\x00\x00\x03\xff")
+    thread = threading.Thread(target=Leader(1, SUITE, secret, only=("matmul",)).lead, args=(listening,))
+    thread.start()
+    heard = (select.select(strangers[:1], [], [], 0.2)[0] or strangers[0].send(b" ") for _ in range(100))
+    assert any(isinstance(one, list) for one in heard), "it is hung up, however often it says something"
+    answer = Participant(bench("n1"), Devices(("cuda:0",), KIND), SUITE).take_part("127.0.0.1", address[1], secret)
+    assert {one.node for one in answer.results} == {"n1"}
+    thread.join(30)
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize(("node", "devices"), [("n1\x1b[2J", 1), ("n" * 100, 1), ("n1", 0), ("n1", 1 << 40)])
+def test_an_impossible_introduction_is_not_let_in(node: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MEET_S", 1.0)
+    secret, listening = SharedSecret("secret"), socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    leader = Leader(1, SUITE, secret, only=("matmul",))
+    thread = threading.Thread(target=leader.lead, args=(listening,))
+    thread.start()
+    wire, connection = call("127.0.0.1", port, secret, None)
+    with connection:
+        wire.send({"node": node, "address": "127.0.0.1", "port": 1, "devices": devices, "kind": KIND})
+        with pytest.raises((PeerError, OSError)):
+            wire.answer()
+    thread.join(30)
+    assert leader.absent == 1
+
+
+def test_the_file_of_a_leader_that_was_killed(bench: Any, tmp_path: Path) -> None:
+    """The next one writes another; who came before it waits."""
+    folder, told = tmp_path / "meet", []
+    folder.mkdir()
+    gone = socket.create_server(("127.0.0.1", 0))
+    place = MeetingPlace(address="127.0.0.1", port=gone.getsockname()[1], secret="x" * 48)
+    gone.close()
+    write_atomically(folder / "active-tests.json", msgspec.json.encode(place), 0o600)
+
+    def come(node: str, leads: bool) -> None:
+        told.append(
+            meet(
+                folder,
+                leads=leads,
+                nodes=2,
+                bench=bench(node),
+                suite_name="quick",
+                own_address="127.0.0.1",
+                only=("matmul",),
+            )
+        )
+
+    early = threading.Thread(target=come, args=("n2", False))
+    early.start()
+    early.join(1.5)
+    come("n1", True)
+    early.join(30)
+    assert len(told) == 2
+
+
+def test_a_leader_that_is_stopped_waits_for_nobody(bench: Any) -> None:
+    secret, listening = SharedSecret("secret"), socket.create_server(("127.0.0.1", 0))
+    port, rounds = listening.getsockname()[1], threading.Event()
+    leader = Leader(2, SUITE, secret, only=("pairs",), say=lambda _: rounds.set())
+    thread = threading.Thread(target=leader.lead, args=(listening,))
+    thread.start()
+
+    def take_part(node: str) -> None:
+        with contextlib.suppress(ActiveTestsImpossible):
+            Participant(bench(node, "hangs"), Devices(("cuda:0",), KIND), SUITE).take_part("127.0.0.1", port, secret)
+
+    others = [threading.Thread(target=take_part, args=(node,)) for node in ("n1", "n2")]
+    for other in others:
+        other.start()
+    assert rounds.wait(30)
+    started = time.monotonic()
+    leader.stop()
+    thread.join(30)
+    assert time.monotonic() - started < SUITE.group_s / 2
+    for other in others:
+        other.join(30)

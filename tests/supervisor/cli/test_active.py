@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from recovery.ledger import TestResult
 from recovery.ledger_folder import LedgerFolder
+from supervisor.active import neighbours
 from supervisor.cli.main import main
 
 SCRIPT = """#!{python}
@@ -32,6 +33,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.chdir(tmp_path)
     for name in ("SLURM_STEP_NUM_NODES", "SLURMD_NODENAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(neighbours, "PROC", tmp_path / "proc")
 
     def made(*words: str, rate: float = 700.0, well: bool = True, node: str = "n1") -> Result:
         python = tmp_path / "bin" / "python"
@@ -84,6 +86,8 @@ def test_results_are_kept_in_the_ledger_and_compared_with(
         assert call("check", "--active", node=f"n{number}").exit_code == 0
     slow = call("check", "--active", "--json", rate=500.0, node="n5")
     assert slow.exit_code == 2
+    prolog = call("check", "--active", "--slurm", "prolog", rate=500.0, node="n6")
+    assert (prolog.exit_code, prolog.stdout) == (0, ""), "a fleet that became slower is not drained node by node"
     read = LedgerFolder(tmp_path / "ledger").read(4e9)
     kept = [one.what for one in read.entries if isinstance(one.what, TestResult)]
     assert {(one.node, one.verdict) for one in kept if one.test == "matmul_a"} == {
@@ -92,8 +96,23 @@ def test_results_are_kept_in_the_ledger_and_compared_with(
         ("n3", "unknown"),
         ("n4", "pass"),
         ("n5", "fail"),
+        ("n6", "unknown"),
     }
 
 
 def test_another_node_tests_itself(call: object) -> None:
     assert call("qualify", "elsewhere").exit_code == 3
+
+
+def test_beside_a_running_job_nothing_is_tested(call: object, tmp_path: Path) -> None:
+    rank = tmp_path / "proc" / "4711"
+    rank.mkdir(parents=True)
+    (rank / "environ").write_text("RANK=3\0WORLD_SIZE=8\0")
+    (rank / "maps").write_text("libtorch_cuda.so")
+    (rank / "comm").write_text("python\n")
+    refused = call("check", "--active", well=False)
+    assert refused.exit_code == 3
+    assert "4711" in refused.stderr
+    prolog = call("check", "--active", "--slurm", "prolog", well=False)
+    assert (prolog.exit_code, prolog.stdout) == (0, "")
+    assert call("check", "--active", "--beside-jobs", well=False).exit_code == 2
