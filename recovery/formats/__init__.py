@@ -129,7 +129,8 @@ def inspect(path: Path, formats: Sequence[CheckpointFormat] = BUILT_IN) -> Check
         return Checkpoint(path=str(path), step=None, format=known.name, complete=False, why=why)
 
 
-SPLIT: Final = (HuggingFaceFolder, MegatronFolder, DeepSpeedFolder)
+SPLIT: Final = (HuggingFaceFolder, MegatronFolder, DeepSpeedFolder, AccelerateFolder, AnyFolder)
+"""Formats without one file that names all others. (Those of DCP are named by `.metadata`.)"""
 
 
 def inspect_part(

@@ -240,7 +240,7 @@ class _Folder:
         """The same of one node's part, of the files with these names. Raises OSError."""
         tree = list_tree(path, self.limits.entries)
         tree.files = {name: stat for name, stat in tree.files.items() if name in names}
-        torn = inspect_tree(tree, Budget(self.limits))
+        torn = inspect_tree(tree, Budget(self.limits)) or self.contradicts(tree)
         why = self.demands(tree) or torn
         lacks = () if why else tuple(sorted(self.lacking(tree)))
         tree.files.update(dict.fromkeys(lacks, next(iter(tree.files.values()), path.stat())))
@@ -249,6 +249,10 @@ class _Folder:
     def lacking(self, tree: Tree) -> set[str]:  # noqa: ARG002
         """Names that others must have written."""
         return set()
+
+    def contradicts(self, tree: Tree) -> str:  # noqa: ARG002
+        """Why its files, each of them whole, cannot be of one save."""
+        return ""
 
     def demands(self, tree: Tree) -> str:  # noqa: ARG002
         """Why it cannot be complete, from the names alone."""
@@ -335,7 +339,8 @@ class HuggingFaceFolder(_Folder):
     def lacking(self, tree: Tree) -> set[str]:
         """Each rank writes its own random state; a number in the name says that there are several."""
         found = _numbered(tree, r"rng_state_(\d{1,7})\.pth")
-        return {f"rng_state_{rank}.pth" for rank in set(range(max(2, max(found) + 1))) - found} if found else set()
+        missing = set(range(max(2, max(found) + 1))) - found if found else set()
+        return {f"rng_state_{rank}.pth" for rank in missing} | _lacking_of_zero(tree)
 
     def after(self, tree: Tree) -> str:
         found = _numbered(tree, r"rng_state_(\d{1,7})\.pth")
@@ -410,6 +415,9 @@ class MegatronFolder(_Folder):
                 return f"{one} has no model"
             if every - files[one]:
                 return f"{one}/{min(every - files[one])} is missing, which other ranks have"
+        return self.contradicts(tree)
+
+    def contradicts(self, tree: Tree) -> str:
         own = step_in_name(tree.folder.name)
         for name, numbers in tree.told.items():
             if name.endswith(("model_optim_rng.pt", _COMMON)) and numbers.get("iteration", own) != own:
@@ -424,8 +432,11 @@ def _missing_model_parts(tree: Tree) -> set[str]:
     """Folders of tensor- and pipeline-parallel ranks that must be there as well."""
     matches = [match for name in tree.files if (match := _MODEL_PART.match(name))]
     found = {tuple(map(int, filter(None, match.groups()))) for match in matches}
-    told = [tree.numbers.get(f"args.{axis}_model_parallel_size", 0) for axis in ("tensor", "pipeline")]
-    wanted = _grid(found, [size if size <= 1000 else 0 for size in told])
+    told = [tree.numbers.get(f"args.{axis}_model_parallel_size", 0) for axis in ("tensor", "pipeline", "expert")]
+    tensor, pipeline, expert = (size if size <= 1000 else 0 for size in told)
+    if pipeline == 1 and all(len(one) == 2 for one in found):  # mp_rank_TT_EEE: a name has what is split only
+        pipeline = expert
+    wanted = _grid(found, [tensor, pipeline, expert])
     return {f"mp_rank_{one[0]:02d}{''.join(f'_{number:03d}' for number in one[1:])}" for one in wanted - found}
 
 
@@ -433,10 +444,7 @@ def _grid(found: set[tuple[int, ...]], sizes: list[int]) -> set[tuple[int, ...]]
     """All places of the grid that has the places found, and these sizes; empty where their names differ in kind."""
     if len({len(one) for one in found}) != 1:
         return set()
-    axes = [max(axis) + 1 for axis in zip(*found, strict=True)]
-    axes[0] = max(axes[0], sizes[0])
-    if len(axes) > 1:
-        axes[1] = max(axes[1], sizes[1])
+    axes = [max(max(axis) + 1, size) for axis, size in zip(zip(*found, strict=True), sizes, strict=False)]
     return set(itertools.product(*map(range, axes)))
 
 
@@ -526,18 +534,7 @@ class DeepSpeedFolder(_Folder):
         return ""
 
     def lacking(self, tree: Tree) -> set[str]:
-        parts, pieces = _parts(tree, "optim"), _parts(tree, "model")
-        models = _numbered(tree, r"(?:.*/)?mp_rank_(\d\d)_model_states\.pt")
-        data, model = _sizes(tree, parts | pieces, models)
-        every = set(itertools.product(range(data), range(model)))
-        names = set[str]()
-        for found, kind in ((parts, "optim"), (pieces, "model")):
-            end = re.compile(rf"zero_pp_rank_\d{{1,7}}_mp_rank_\d\d_{kind}_states\.pt$")
-            before = next((name[: one.start()] for name in tree.files if (one := end.search(name)) is not None), "")
-            lacking = every - found if found else ()
-            names |= {f"{before}zero_pp_rank_{one}_mp_rank_{two:02d}_{kind}_states.pt" for one, two in lacking}
-        absent = set(range(model)) - models if models else ()
-        return names | {f"mp_rank_{rank:02d}_model_states.pt" for rank in absent}
+        return _lacking_of_zero(tree)
 
     def after(self, tree: Tree) -> str:
         """Every data-parallel rank has written its part, for every model-parallel one, and all are of one step."""
@@ -565,6 +562,23 @@ class DeepSpeedFolder(_Folder):
         if not data:
             return None
         return RankLayout(world_size=data * model, tensor=model, data=data, fixed=bool(parts))
+
+
+def _lacking_of_zero(tree: Tree) -> set[str]:
+    """Files of ZeRO's other ranks that must be there as well: in DeepSpeed's folder, or in a Trainer's around it."""
+    parts, pieces = _parts(tree, "optim"), _parts(tree, "model")
+    models = _numbered(tree, r"(?:.*/)?mp_rank_(\d\d)_model_states\.pt")
+    data, model = _sizes(tree, parts | pieces, models)
+    every = set(itertools.product(range(data), range(model)))
+    names = set[str]()
+    for found, kind in ((parts, "optim"), (pieces, "model")):
+        end = re.compile(rf"zero_pp_rank_\d{{1,7}}_mp_rank_\d\d_{kind}_states\.pt$")
+        before = next((name[: one.start()] for name in tree.files if (one := end.search(name)) is not None), "")
+        lacking = every - found if found else ()
+        names |= {f"{before}zero_pp_rank_{one}_mp_rank_{two:02d}_{kind}_states.pt" for one, two in lacking}
+    absent = set(range(model)) - models if models else ()
+    before = next((f"{name.rpartition('/')[0]}/" for name in tree.files if "/mp_rank_" in name), "")
+    return names | {f"{before}mp_rank_{rank:02d}_model_states.pt" for rank in absent}
 
 
 def _parts(tree: Tree, kind: str) -> set[tuple[int, int]]:
@@ -599,8 +613,13 @@ class AccelerateFolder(_Folder):
     def demands(self, tree: Tree) -> str:
         return "" if tree.any(r"random_states_\d+\.pkl") else "it has no random states, which are written last"
 
+    def lacking(self, tree: Tree) -> set[str]:
+        return _lacking_of_zero(tree)
+
     def after(self, tree: Tree) -> str:
         """Each rank writes its own random state."""
+        if absent := self.lacking(tree):
+            return f"{min(absent)} is missing"
         found = _numbered(tree, r"random_states_(\d{1,7})\.pkl")
         missing = set(range(max(found, default=-1) + 1)) - found
         return f"random_states_{min(missing)}.pkl is missing" if missing else ""

@@ -6,6 +6,7 @@ Alone, neither part is whole; together they are, and so they are published, and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -113,3 +114,87 @@ def test_it_is_published_and_brought_to_a_node_with_nothing(
     assert content_of(c.folder / name) == content_of(shared / name)
     assert not tracker or (c.folder / tracker).read_text() == (a.folder / tracker).read_text()
     assert Publisher(shared, a.folder.parent / "job", "a").why_not_free(found.save) == ""
+
+
+# ----- saves of which one node's part is not as it must be -----
+
+
+def ranks_of_a_script(a: Path, b: Path) -> Path:
+    save(a / "step_20/rank_0.pt", step=20)
+    return save(b / "step_20/rank_1.pt", step=20)
+
+
+def experts(a: Path, b: Path) -> Path:
+    """Two of four expert-parallel ranks on each node, two pipeline stages."""
+    args = argparse.Namespace(pipeline_model_parallel_size=2, expert_model_parallel_size=4)
+    for stage, rank in itertools.product((0, 1), range(4)):
+        folder = (a, b)[rank // 2] / "iter_0000020" / f"mp_rank_00_{stage:03d}_{rank:03d}"
+        last = save(folder / "model_optim_rng.pt", iteration=20, args=args)
+    (a / "latest_checkpointed_iteration.txt").write_text("20")
+    return last
+
+
+def experts_without_stages(a: Path, b: Path) -> Path:
+    args = argparse.Namespace(pipeline_model_parallel_size=1, expert_model_parallel_size=4)
+    for rank in range(4):
+        folder = (a, b)[rank // 2] / "iter_0000020" / f"mp_rank_00_{rank:03d}"
+        last = save(folder / "model_optim_rng.pt", iteration=20, args=args)
+    (a / "latest_checkpointed_iteration.txt").write_text("20")
+    return last
+
+
+def zero(a: Path, b: Path, folder: str) -> Path:
+    """ZeRO's parts in a folder of another library: ranks 0 and 1 on one node, 2 and 3 on the other."""
+    for rank in range(4):
+        last = save((a, b)[rank // 2] / folder / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    save(a / folder / "mp_rank_00_model_states.pt", global_steps=20, dp_world_size=4)
+    return last
+
+
+def trainer_with_zero(a: Path, b: Path) -> Path:
+    folder = save_hf(a / "checkpoint-20", 20)
+    (folder / "rng_state.pth").unlink()
+    for rank in range(4):
+        save((a, b)[rank // 2] / f"checkpoint-20/rng_state_{rank}.pth")
+    return zero(a, b, "checkpoint-20/global_step20")
+
+
+def accelerate_with_zero(a: Path, b: Path) -> Path:
+    for rank in range(4):
+        save((a, b)[rank // 2] / f"step_20/random_states_{rank}.pkl")
+    return zero(a, b, "step_20/pytorch_model")
+
+
+UNEVEN = (experts, experts_without_stages, trainer_with_zero, accelerate_with_zero)
+
+
+@pytest.mark.parametrize("write", [*UNEVEN, ranks_of_a_script])
+def test_both_parts_are_one_save(node: Nodes, write: Callable[[Path, Path], Path]) -> None:
+    a, b = node("a"), node("b")
+    last = write(a.folder, b.folder)
+    assert look(a, b)[last.relative_to(b.folder).parts[0]].usable
+
+
+@pytest.mark.parametrize("write", UNEVEN)
+def test_a_node_that_came_back_with_an_empty_disk_is_missed(node: Nodes, write: Callable[[Path, Path], Path]) -> None:
+    a, b = node("a"), node("b")
+    name = write(a.folder, b.folder).relative_to(b.folder).parts[0]
+    shutil.rmtree(b.folder / name)
+    assert not look(a, b)[name].whole
+
+
+@pytest.mark.parametrize("write", [*UNEVEN, ranks_of_a_script])
+def test_a_file_that_was_cut_off_on_another_node_is_seen(node: Nodes, write: Callable[[Path, Path], Path]) -> None:
+    a, b = node("a"), node("b")
+    last = write(a.folder, b.folder)
+    last.write_bytes(last.read_bytes()[:300])
+    assert not look(a, b)[last.relative_to(b.folder).parts[0]].whole
+
+
+def test_a_part_of_another_step_is_seen(node: Nodes) -> None:
+    a, b = node("a"), node("b")
+    folder = megatron(a.folder, 20)
+    (folder / "mp_rank_00_001/model_optim_rng.pt").unlink()
+    args = argparse.Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=2)
+    save(b.folder / folder.name / "mp_rank_00_001" / "model_optim_rng.pt", iteration=10, args=args)
+    assert not look(a, b)[folder.name].whole
