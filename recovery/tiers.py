@@ -120,6 +120,9 @@ class NodeTiers(Frozen, frozen=True, kw_only=True):
     tls: bool = False
     shared: bool = False
     """Other nodes write to the same checkpoint folder: nothing is mirrored."""
+    writing: tuple[str, ...] = ()
+    """Names of folders that it has a part of, not known yet, because its ranks write it. Not of DCP's, whose
+    `.metadata` names all that must be there."""
     others: int = 0
     """So many other jobs have left mirrors in the same folder, unused by this one."""
     others_bytes: int = 0

@@ -275,12 +275,14 @@ class Tiers:
             yield Timer("tiers", min(waiting) + SETTLE_S)
 
     def _settle(self) -> None:
-        """A save was called whole a while ago, and every node of its attempt is there: no part is missing."""
+        """A save was called whole a while ago, and every node of its attempt is there and writes none of it: no part
+        is missing."""
         for key, at in self._seen.items():
             members = self._members.get(key.attempt, frozenset())
             waited = self._core.now >= at + SETTLE_S or len(members) == 1
             there = bool(members) and all(self._nodes.is_present(name) and name in self._reports for name in members)
-            if key not in self._settled and waited and there:
+            writing = any(key.name in self._reports[name].writing for name in members if name in self._reports)
+            if key not in self._settled and waited and there and not writing:
                 self._settled.add(key)
                 self._revision += 1
 

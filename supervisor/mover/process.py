@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from recovery.formats import inspect, inspect_part, load_formats
-from recovery.formats.files import step_in_name
+from recovery.formats.files import SHARD_SUFFIX, step_in_name
 from recovery.formats.folders import read_pointer
 from recovery.quarantine import NotOurFolder, PreparationError, set_aside
 from recovery.tiers import (
@@ -608,6 +608,7 @@ class Mover:
                 port=0 if self._server.stopped else self._server.port,
                 tls=self._tls_server is not None,
                 shared=self._shared,
+                writing=tuple(sorted(one.part.name for one in seen[:PARTS_REPORTED] if _is_being_written(one))),
                 others=self._others[0],
                 others_bytes=self._others[1],
                 rested=self._rested,
@@ -635,6 +636,11 @@ class Mover:
 
 def _words(error: OSError | CopyError) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
+def _is_being_written(one: Seen) -> bool:
+    names = [file.name for file in one.part.files]
+    return not one.still and one.part.name not in names and not any(name.endswith(SHARD_SUFFIX) for name in names)
 
 
 def _part_of(save: Save, owner: str) -> SavePart:

@@ -9,6 +9,7 @@ import pytest
 from recovery.checkpoint import ROLLED_BACK, Checkpoint, PutBack
 from recovery.tiers import NodeTiers, NotBrought, PartFile, PublishedSave, SavePart
 from supervisor import messages as m
+from supervisor.job.tiers import SETTLE_S
 
 HERE = "/local/ckpt"
 
@@ -385,3 +386,26 @@ def test_what_a_node_has_found_bad_is_not_published(cluster: Cluster, bad: dict[
     cluster.driver.crash("a", 1)
     cluster.rest("a", "b")
     assert cluster.of("a").resume.step == 10
+
+
+def test_a_node_that_still_writes_its_part_is_waited_for(cluster: Cluster) -> None:
+    """No file of the format names what others wrote, and the disk of node b is slow."""
+
+    def of(node: str) -> SavePart:
+        files = (PartFile(name=f"step_20/rank_{'ab'.index(node)}.pt", size=10),)
+        return SavePart(name="step_20", owner=node, attempt=1, format="folder", step=20, files=files, whole=True)
+
+    cluster.tell("b", writing=("step_20",))
+    cluster.tell("a", parts=(of("a"),), staged=(("step_20", 1, 0),))
+    for _ in range(3):
+        cluster.driver.now += SETTLE_S
+        cluster.tell("c")
+        cluster.work_out()
+    assert cluster.of("a").tiers.commit == ()
+    cluster.tell("b", writing=(), parts=(of("b"),))
+    cluster.work_out()
+    assert cluster.of("a").tiers.commit == (), "its part is not staged"
+    cluster.tell("b", staged=(("step_20", 1, 0),))
+    cluster.work_out()
+    (save,) = cluster.of("a").tiers.commit
+    assert save.owners == ("a", "b")

@@ -135,6 +135,19 @@ def test_a_save_that_is_being_written_is_not_told_of(node: Nodes) -> None:
     assert [part.size_bytes for part in a.look(at_rest=True).parts] == [19]
 
 
+def test_that_ranks_write_a_part_that_no_file_names_is_told_once(node: Nodes) -> None:
+    a = node("a")
+    reports: list[NodeTiers] = []
+    for size in range(1, 20):
+        a.write("step_10/rank_0.pt", b"x" * size)
+        a.write("step-10/__0_0.distcp", b"x" * size)
+        told = a.look(at_rest=False)
+        if told not in reports:
+            reports.append(told)
+    assert [report.writing for report in reports] == [("step_10",)]
+    assert a.look(at_rest=True).writing == ()
+
+
 # ----- many saves -----
 
 
