@@ -28,6 +28,8 @@ LOOKED_AT_S: Final = 0.35
 IDLE_BYTES: Final = 65536
 CLOCK_S: Final = 0.01
 """What is closer to the newest step of the step clock is that step."""
+CLOCK_BEHIND_S: Final = 0.5
+"""Besides two steps: a clock that is further behind all other signs of progress has stopped."""
 GAPS_KEPT: Final = 50
 SETTLED_GAPS: Final = 5
 """Fewer gaps between signs of progress do not tell a pace."""
@@ -139,7 +141,15 @@ class WatchedRank:
         if len(self.gaps) < SETTLED_GAPS:
             return None
         seen_s, clock = slowest(self.gaps), self.sample.clock
-        return min(seen_s, clock.slowest_s) if clock is not None and clock.steps and clock.slowest_s else seen_s
+        return min(seen_s, clock.slowest_s) if clock is not None and clock.slowest_s and self.is_clocked else seen_s
+
+    @property
+    def is_clocked(self) -> bool:
+        """The step clock counts what it does now. (Steps of a compiled optimizer, or in a CUDA graph, it does not.)"""
+        clock = self.sample.clock
+        if clock is None or not clock.steps:
+            return False
+        return clock.age_s - self.sample.moved_age_s <= 2 * clock.slowest_s + CLOCK_BEHIND_S
 
     def fresh(self, now: float) -> bool:
         return now - self.seen_at <= FRESH_S

@@ -335,7 +335,7 @@ class HangWatch:
             rank = self._ranks[number]
             quiet_s, slow_s = rank.seen_at - rank.moved_at, rank.slow_step_s
             busy = rank.stopped or rank.sample.phase or not rank.fresh(now)
-            floor_s = EARLY_FLOOR_CLOCK_S if rank.sample.clock is not None else EARLY_FLOOR_S
+            floor_s = EARLY_FLOOR_CLOCK_S if rank.is_clocked else EARLY_FLOOR_S
             if slow_s is not None and rank.moved_at > self._failing[number][1] + 2 * slow_s + TRAINS_ON_S:
                 del self._failing[number]  # it trains on: a longer pause is an evaluation or a save, as in any run
                 continue

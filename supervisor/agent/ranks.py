@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import struct
 import time
@@ -555,8 +556,16 @@ class ClockWindow:
             step_s=float(f"{(newest.at - before.at) / steps:.4g}") if steps > 0 else None,
             slowest_s=float(f"{newest.slowest_s:.4g}"),
             input_share=None if share is None else round(min(1.0, share), 3),
-            step=None if self._match is None else max(self._match.step(newest.steps), self._told or 0),
+            step=self._step(newest.steps),
         )
+
+    def _step(self, count: int) -> int | None:
+        """Never further than the output's next line: what drifts apart slowly goes together, too, for a while."""
+        if self._match is None or self._told is None:
+            return None
+        told = [step for _, step in self._pairs]
+        widest = max((after - before for before, after in itertools.pairwise(told)), default=0)
+        return max(self._told, min(self._match.step(count), self._told + widest))
 
 
 _decode = msgspec.json.Decoder(BeaconReading).decode

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from diagnosis.hang.watch import Cleared, Confirmed, HangWatch, Suspected
-from diagnosis.signals import RankClock, RankSample
+from diagnosis.signals import Evidence, Finding, RankClock, RankSample
+from diagnosis.taxonomy import FailureClass
 
 
 class Job:
@@ -112,3 +113,30 @@ def test_where_collectives_are_seen_they_tell_the_pace() -> None:
         [RankSample(rank=0, local_rank=0, pid=1, moved_age_s=0.0, groups={"0": (4, 4)}, clock=sample.clock)],
     )
     assert watch.suspect_limit_s == 3.0
+
+
+def test_a_clock_that_has_stopped_shortens_nothing() -> None:
+    """A few quick steps, then the optimizer is in a CUDA graph, and the output tells a step every 4 s."""
+    watch, told, now = HangWatch(), 0, 0.0
+    watch.start(0.0, 1)
+    while now < 200:
+        now += 0.5
+        told = int(now / 4)
+        moved_s, clock = now - 4 * told, RankClock(steps=30, age_s=now, slowest_s=0.01)
+        watch.observe(now, [RankSample(rank=0, local_rank=0, pid=1, step=told, moved_age_s=moved_s, clock=clock)])
+        if now > 100:
+            watch.note_findings([device_failed()])
+        assert not [one for one in watch.tick(now) if isinstance(one, Confirmed)]
+
+
+def device_failed() -> Finding:
+    return Finding(
+        rule="xid",
+        failure_class=FailureClass.GPU_FALLEN_OFF_BUS,
+        confidence=0.9,
+        scope="gpu",
+        severity="fatal",
+        evidence=Evidence(text="NVRM: Xid 79", source="kernel"),
+        rank=0,
+        outlook="fails",
+    )

@@ -208,6 +208,20 @@ def test_a_compiled_optimizer_has_times_and_no_steps_and_other_loaders_no_share(
     assert window.sample(10.0) == RankClock(steps=0, age_s=0.5)
 
 
+def test_the_clocks_step_is_never_further_than_the_next_line() -> None:
+    """An optimizer that makes a second step in every 16th, as regularizers do: the ratio is nearly 1."""
+    window, told = ClockWindow(), 0
+    for step in range(4001):
+        told = step // 100 * 100
+        window.add(step / 10, ClockReading(step + step // 16, step / 10), told or None)
+        sample = window.sample(step / 10)
+        if sample is not None and sample.step is not None:
+            assert told <= sample.step <= told + 100
+    sample = window.sample(400.0)
+    assert sample is not None
+    assert sample.step is not None
+
+
 def test_the_step_between_two_lines(make_probe: Callable[[], tuple[RankTracker, Path]], tmp_path: Path) -> None:
     """The output tells every tenth step of a run that has resumed at 400."""
     probe, output = make_probe()
