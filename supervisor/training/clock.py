@@ -5,16 +5,16 @@ data loader iterator, one read when a batch is asked for, one set when it is the
 torch works, and nothing is kept in an optimizer: no copy, pickle or traceback shows it. The figures go into the
 beacon's page at once, so that they are exact when the process is killed.
 
-It must never disturb the script: it takes under a microsecond for a step or a batch, and swallows its own errors.
+It must never disturb the script: it takes about a microsecond for a step or a batch, and swallows its own errors.
 """
 
 from __future__ import annotations
 
-import _thread
 import os
 import sys
-import time
 import weakref
+from _thread import get_ident
+from time import monotonic
 from typing import Any, Callable  # noqa: UP035 (Python 3.9)
 
 OPTIMIZER, COMPILER = "torch.optim.optimizer", "torch.compiler"
@@ -42,11 +42,11 @@ class CompiledSteps:
 class StepClock:
     """Writes into `figures`, a writable sequence of six numbers, from `listen` on. Made on the script's main thread."""
 
-    def __init__(self, figures: Any, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, figures: Any, now: Callable[[], float] = monotonic) -> None:
         self.figures = figures
-        self.monotonic = monotonic
+        self.now = now
         self.compiled = CompiledSteps()
-        self.main_thread = _thread.get_ident()
+        self.main_thread = get_ident()
         self.counts = self.times = False
         os.register_at_fork(after_in_child=self._forget)
 
@@ -55,7 +55,7 @@ class StepClock:
 
         On the main thread only: it may be going through torch's hooks at this moment.
         """
-        if _thread.get_ident() != self.main_thread:
+        if get_ident() != self.main_thread:
             return False
         try:
             return self._listen(sys.modules)
@@ -84,7 +84,7 @@ class StepClock:
         """The beacon's thread: a compiled optimizer's step is seen now."""
         if self.compiled.stepped:
             self.compiled.stepped = False
-            self.figures[AT] = self.monotonic()
+            self.figures[AT] = self.now()
 
     def _forget(self) -> None:
         """In a forked child: the page is the rank's alone."""
@@ -93,7 +93,7 @@ class StepClock:
     def _counter(self, tracing: Callable[[], bool]) -> Callable[..., None]:
         """The hook. A step is a round in which no optimizer steps twice: several that take turns make one step, and
         one that takes the place of another goes on counting."""
-        now, compiled = self.monotonic, self.compiled
+        now, compiled = self.now, self.compiled
         seen: set[int] = set()
         first: Callable[[], Any] = object
         """The optimizer that has begun this round; None once it is gone: what steps now has come in its place."""
@@ -136,17 +136,21 @@ class Asked:
 
     def __init__(self, name: str, clock: StepClock) -> None:
         self.name = name
-        self.clock = clock
+        self.main_thread = clock.main_thread
         self.by: Any = None
         self.at = 0.0
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        if instance is not None and _thread.get_ident() == self.clock.main_thread:
-            self.by, self.at = id(instance), time.monotonic()
-        return own(instance, self.name)
+        try:
+            value = instance.__dict__[self.name]
+        except (AttributeError, KeyError):  # as if the class had none of that name
+            raise AttributeError(self.name) from None
+        if get_ident() == self.main_thread:
+            self.by, self.at = id(instance), monotonic()
+        return value
 
     def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self.name] = value
+        instance.__dict__[self.name] = value
         if self.by == id(instance):  # a new one, where an old one was whose end had been asked for
             self.by = None
 
@@ -157,32 +161,28 @@ class Given:
     def __init__(self, name: str, clock: StepClock, asked: Asked) -> None:
         self.name = name
         self.clock = clock
+        self.main_thread = clock.main_thread
         self.asked = asked
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return own(instance, self.name)
+        try:
+            return instance.__dict__[self.name]
+        except (AttributeError, KeyError):
+            raise AttributeError(self.name) from None
 
     def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self.name] = value
+        instance.__dict__[self.name] = value
         try:
-            asked, clock = self.asked, self.clock
-            if asked.by == id(instance) and _thread.get_ident() == clock.main_thread:
+            asked = self.asked
+            if asked.by == id(instance) and get_ident() == self.main_thread:
                 asked.by = None
                 if not value:  # it begins anew: what lies between two epochs is no wait
                     return
-                figures = clock.figures
-                figures[INPUT_S] += time.monotonic() - asked.at
+                figures = self.clock.figures
+                figures[INPUT_S] += monotonic() - asked.at
                 figures[BATCHES] += 1
         except Exception as error:
             let_pass_what_is_not_ours(error)
-
-
-def own(instance: Any, name: str) -> Any:
-    """The instance's attribute, as if its class had none of that name."""
-    try:
-        return vars(instance)[name]
-    except (KeyError, TypeError):
-        raise AttributeError(name) from None
 
 
 def let_pass_what_is_not_ours(error: Exception) -> None:
