@@ -128,6 +128,7 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "swap_blocked": _kind("{node} should leave: {why}[ ({seen})]. It stays[: {because}]"),
     "swap_withdrawn": _kind("{node} need not leave any more: {why}"),
+    "swap_undone": _kind("{node} is used again, which a planned swap had replaced: too few other nodes are left"),
     "swap_rejected": _kind("{node} stays: {why}"),
     "swap_no_member": _kind("{node} does not train in this attempt: there is nothing to replace"),
     "swap_no_spare": _kind(

@@ -794,6 +794,8 @@ class Job:
         if kept_back or self.incidents.held or "backoff" in core.timers or self._must_wait():
             return
         there_are = yield from attempts.gather()
+        if there_are == "too few" and (yield from self.swaps.give_back()):
+            there_are = yield from attempts.gather()
         if there_are == "too few":
             yield from self.scheduler.short_of_nodes()
         if there_are != "enough":

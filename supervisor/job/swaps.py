@@ -24,7 +24,7 @@ from recovery.policy import Plan
 from recovery.swaps import Cause, SwapDecision
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts
-from supervisor.job.core import Core, NextAttempt, OpenIncident, Wants
+from supervisor.job.core import Core, NextAttempt, OpenIncident, Wants, WantsAnd
 from supervisor.job.incidents import Incidents
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
@@ -103,6 +103,8 @@ class Swaps:
         self._rejected: dict[tuple[str, Cause, FailureClass], None] = {}
         self._made_at: deque[float] = deque(maxlen=swaps.PER_DAY)
         """Those that nobody had asked for."""
+        self._left: dict[str, None] = {}
+        """Nodes that left without an operator's word, the newest last."""
         self.made: dict[str, int] = {}
         """Cause -> how many were made."""
 
@@ -450,6 +452,7 @@ class Swaps:
             self.made[swap.cause] = self.made.get(swap.cause, 0) + 1
             if not swap.wanted_by:
                 self._made_at.append(self._core.now)
+                self._left[swap.node] = None
         self._look_as_usual()
 
     def _cordon(self, swap: ProposedSwap) -> Cordon:
@@ -465,7 +468,27 @@ class Swaps:
     def begin_life(self) -> None:
         """The scheduler has started the job again: its nodes are others."""
         self.proposed.clear()
+        self._left.clear()
         self._look_as_usual()
+
+    def give_back(self) -> WantsAnd[bool]:
+        """Too few nodes are left, a spare has failed: those that left while they trained go on instead.
+
+        Only the job's own cordon ends: the scheduler and the ledger keep what they were told.
+        """
+        missing, given = max(1, self._core.spec.nodes_min) - len(self._attempts.next_members()), 0
+        for name in reversed(list(self._left)):
+            cordon = self._nodes.cordons.of_job(name, self._core.now)
+            if given >= missing or not self._nodes.is_present(name) or cordon is None or cordon.by != "policy":
+                continue
+            self._nodes.cordons.lift(name)
+            del self._left[name]
+            if name in self._nodes.cordoned():
+                continue  # all jobs leave it out
+            given += 1
+            self._nodes.touch(name)
+            yield note("swap_undone", loud=True, node=name)
+        return given > 0
 
     def next_attempt_forms(self) -> Wants:
         """The run restarts for another reason: who should leave, leaves with it. What is known of nodes that have gone,

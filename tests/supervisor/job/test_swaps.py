@@ -332,6 +332,23 @@ def test_a_node_does_not_take_the_only_checkpoint_with_it(story: Any) -> None:
     assert (job.states, job.members) == ({"b": "blocked"}, ("a", "b"))
 
 
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_if_the_spare_fails_the_node_that_it_replaced_goes_on(story: Any, by_operator: bool) -> None:
+    job = story()
+    job.finds("slows", severity="error")
+    if by_operator:
+        job.driver.order("swap", "b")
+    job.save(2)
+    assert job.members == ("a", "s")
+    job.driver.tell(m.NodeLost, node="s", silent_s=6.0, after=5.0)
+    if by_operator:
+        assert (job.driver.state, job.job.nodes.cordoned()) == ("RECOVERING", {"b"})
+        return
+    assert (job.driver.state, job.members, job.job.nodes.cordoned()) == ("STARTING", ("a", "b"), set())
+    assert "swap_undone" in job.driver.loud
+    assert job.driver.replayed().view() == job.job.view()
+
+
 @pytest.mark.parametrize("gpu", ["0000:c1:00", ""], ids=["another job's GPU", "a disk"])
 def test_a_slow_link_of_what_no_rank_uses_moves_nobody(story: Any, gpu: str) -> None:
     job = story()
