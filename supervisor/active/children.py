@@ -324,10 +324,11 @@ def run_children(
     inherited: tuple[int, ...] = (),
     together: bool = False,
     warm: WarmParent | None = None,
+    until: int = -1,
 ) -> tuple[ChildReport, ...]:
     """Run a child for each order at the same time; their reports in the same order. Blocks for `deadline_s` and
     `GONE_S` at most. `together`: they are ranks of one group, and none can go on without the others. `warm` forks
-    them, if it can.
+    them, if it can. `until`: a connection; should its other end hang up, they are killed.
 
     Raises OSError when they cannot be started.
     """
@@ -338,7 +339,7 @@ def run_children(
             started = warm.fork(order, given, inherited) if warm is not None else None
             started = started or _fresh(python, order, given, cwd, inherited)
             children.append(_Child(str(order.get("device", "")), started))
-        _watch(children, time.monotonic() + deadline_s, deadline_s, memory_bytes, together)
+        _watch(children, time.monotonic() + deadline_s, deadline_s, memory_bytes, together, until)
         return tuple(child.report() for child in children)
     finally:
         for child in children:
@@ -346,7 +347,9 @@ def run_children(
             child.close()
 
 
-def _watch(children: Sequence[_Child], deadline: float, deadline_s: float, memory_bytes: int, together: bool) -> None:
+def _watch(
+    children: Sequence[_Child], deadline: float, deadline_s: float, memory_bytes: int, together: bool, until: int
+) -> None:
     left_at: float | None = None
     """When those that only wait for a failed one are killed."""
     while any(not child.gone for child in children):
@@ -354,11 +357,18 @@ def _watch(children: Sequence[_Child], deadline: float, deadline_s: float, memor
         if now >= deadline + GONE_S:
             return
         poll, owner = select.poll(), {}
+        if until >= 0:
+            poll.register(until, select.POLLRDHUP)
         for child in children:
             for descriptor in (*child.open_pipes, *(() if child.gone else (child.pidfd,))):
                 poll.register(descriptor, select.POLLIN)
                 owner[descriptor] = child
         for descriptor, _ in poll.poll(LOOK_EVERY_S * 1000):
+            if descriptor == until:
+                until = -1
+                for child in children:
+                    child.kill("nobody waits for it any more")
+                continue
             child = owner[descriptor]
             if descriptor != child.pidfd:
                 child.read(descriptor)

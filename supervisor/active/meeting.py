@@ -131,6 +131,7 @@ class Participant:
         with contextlib.closing(connection):
             connection.settimeout(self._suite.whole_s + MEET_S + END_S)
             try:
+                self._bench = self._bench._replace(leader=connection.fileno())
                 return self._serve(wire, str(connection.getsockname()[0]))
             except (OSError, PeerError, msgspec.ValidationError) as error:
                 raise ActiveTestsImpossible(f"the leader at {address}:{port} went away: {error}") from None

@@ -70,6 +70,8 @@ class ActiveSetup(NamedTuple):
     """The job's own (`supervisor.active.shapes`)."""
     warm: WarmParent | None = None
     """Has imported torch, and forks the children."""
+    leader: int = -1
+    """The connection to who asked for the tests; there is nobody to be told once it is gone."""
 
     def run(
         self, orders: Sequence[Mapping[str, Any]], deadline_s: float, *, group: bool = False, listen: int = -1
@@ -86,6 +88,7 @@ class ActiveSetup(NamedTuple):
                 inherited=(listen,) if listen >= 0 else (),
                 together=group,
                 warm=self.warm,
+                until=self.leader,
             )
         except OSError as error:
             raise ActiveTestsImpossible(f"no test can be started with {self.python}: {error}") from None

@@ -231,7 +231,7 @@ def test_the_file_of_a_leader_that_was_killed(bench: Any, tmp_path: Path) -> Non
     assert len(told) == 2
 
 
-def test_a_leader_that_is_stopped_waits_for_nobody(bench: Any) -> None:
+def test_after_a_leader_that_is_stopped_nobody_tests_on(bench: Any) -> None:
     secret, listening = SharedSecret("secret"), socket.create_server(("127.0.0.1", 0))
     port, rounds = listening.getsockname()[1], threading.Event()
     leader = Leader(2, SUITE, secret, only=("pairs",), say=lambda _: rounds.set())
@@ -248,7 +248,6 @@ def test_a_leader_that_is_stopped_waits_for_nobody(bench: Any) -> None:
     assert rounds.wait(30)
     started = time.monotonic()
     leader.stop()
-    thread.join(30)
+    for one in (thread, *others):
+        one.join(30)
     assert time.monotonic() - started < SUITE.group_s / 2
-    for other in others:
-        other.join(30)
