@@ -367,6 +367,7 @@ OTHER_VARIABLES = {
     "UNBROKEN_ATTEMPT": ("agent, for the script", "the number of the attempt"),
     "UNBROKEN_JOB_DIR": ("agent, for the script", "the job folder"),
     "UNBROKEN_HEARTBEAT_FD": ("agent, for the script", "a descriptor to which the script may write its step"),
+    "UNBROKEN_TRACEABLE": ("`unbroken run --traceable`, for ranks", "they may be asked for traces"),
     "UNBROKEN_NODE": ("`unbroken run`, for launcher and ranks", "the name of the node"),
     "UNBROKEN_AGENT_SOCKET": ("`unbroken run`, for launcher and ranks", "the agent's socket"),
     "UNBROKEN_KEEPER_SOCKET": ("`unbroken run`, for launcher and ranks", "the keeper's socket"),

@@ -138,7 +138,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         slots, about_memory = _slots(read, environment)
         launcher_argv, launcher_env = _launcher(read, name, python, node, local.paths, environment)
         if options.traceable:
-            launcher_env = {PROFILER_DAEMON: "1", **launcher_env}
+            launcher_env = {PROFILER_DAEMON: "1", **launcher_env, "UNBROKEN_TRACEABLE": "1"}
         plan = NodePlan(
             node=node,
             job_dir=str(job_dir),

@@ -19,7 +19,14 @@ from typing import Any, NoReturn
 
 HERE = os.path.dirname(os.path.realpath(__file__))
 SHIM = os.path.join(HERE, "shim")
-OURS = ("UNBROKEN_AGENT_SOCKET", "UNBROKEN_KEEPER_SOCKET", "UNBROKEN_NODE", "UNBROKEN_LOCAL_RANK", "PYTHON_EXEC")
+OURS = (
+    "UNBROKEN_AGENT_SOCKET",
+    "UNBROKEN_KEEPER_SOCKET",
+    "UNBROKEN_NODE",
+    "UNBROKEN_LOCAL_RANK",
+    "UNBROKEN_TRACEABLE",
+    "PYTHON_EXEC",
+)
 EARLIER_GLOBALS: dict[str, Any] = {"__builtins__": builtins, "__annotations__": {}}
 PR_SET_PTRACER = 0x59616D61
 given: dict[str, str] | None = None
@@ -64,11 +71,12 @@ def run_worker(argv: list[str]) -> None:
     """Be a rank: clean the environment, start the beacon, run the script. `argv` as after `python -u`."""
     local_dir = os.path.dirname(os.environ.get("UNBROKEN_KEEPER_SOCKET", ""))
     attempt, rank = os.environ.get("UNBROKEN_ATTEMPT", ""), os.environ.get("RANK", "")
+    traceable = bool(os.environ.get("UNBROKEN_TRACEABLE"))
     clean_environment()
     if os.environ.get("UNBROKEN_SNAPSHOT_FILES"):
         os.environ["UNBROKEN_SNAPSHOT_PID"] = str(os.getpid())
     allow_tracing()
-    allow_profiling()
+    allow_profiling(traceable)
     if local_dir and attempt and rank:
         prefix = os.path.join(local_dir, "attempts", attempt, f"rank{rank}")
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -139,12 +147,12 @@ def _allow_quietly() -> None:
         pass
 
 
-def allow_profiling() -> None:
-    """Let the agent ask for traces, where the job was started so."""
+def allow_profiling(traceable: bool) -> None:
+    """Let the agent ask for traces, where the job was started so (`traceable`), or a daemon that the user has."""
     if not os.environ.get("KINETO_USE_DAEMON"):
         return
     try:
-        sibling("tracing").start()
+        sibling("tracing").start(traceable)
     except Exception as error:
         print(f"unbroken: no traces of this rank: {error}", file=sys.stderr)
 

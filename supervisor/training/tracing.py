@@ -20,12 +20,15 @@ BEGIN = "_ZN5torch18global_kineto_initEv"
 """What `import torch` calls for this: `torch::global_kineto_init()`."""
 
 
-def start() -> None:
+def start(ours: bool) -> None:
+    """`ours`: the job is traceable. Else the variable is the user's own, for a daemon of theirs: it stays."""
     if not os.environ.get(VARIABLE):
         return
-    os.environ.setdefault(LEVEL, SILENT)
+    if ours:
+        os.environ.setdefault(LEVEL, SILENT)
     if version() < OLDEST:  # its profiler may crash here
-        del os.environ[VARIABLE]
+        if ours:
+            del os.environ[VARIABLE]
         return
     torch: Any = sys.modules.get("torch")
     if torch is None:  # the script will load it

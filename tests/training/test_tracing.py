@@ -33,7 +33,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 
 def test_nothing_happens_where_it_is_not_wanted(tracing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded(monkeypatch, "2.13.0")
-    tracing.start()
+    tracing.start(True)
     assert tracing.LEVEL not in tracing.os.environ
 
 
@@ -49,7 +49,7 @@ def test_old_torch(tracing: Any, monkeypatch: pytest.MonkeyPatch, version: str, 
     monkeypatch.setitem(sys.modules, "torch.profiler", types.SimpleNamespace(_optimizer_post_hook=1))  # type: ignore[arg-type]
     hooks = types.SimpleNamespace(register_optimizer_step_post_hook=lambda _: begun.append("hook"))
     monkeypatch.setitem(sys.modules, "torch.optim.optimizer", hooks)  # type: ignore[arg-type]
-    tracing.start()
+    tracing.start(True)
     assert (begun == ["begun", "hook"]) is stays
     assert (tracing.VARIABLE in tracing.os.environ) is stays
 
@@ -58,6 +58,17 @@ def test_a_rank_that_loads_torch_itself(tracing: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv(tracing.VARIABLE, "1")
     monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
     monkeypatch.setattr(tracing, "version", lambda: (2, 13))
-    tracing.start()
+    tracing.start(True)
     assert tracing.os.environ[tracing.VARIABLE] == "1"
     assert tracing.os.environ[tracing.LEVEL] == tracing.SILENT
+
+
+@pytest.mark.parametrize("version", ["2.6.1", "2.13.0"])
+def test_a_daemon_of_the_users_own(tracing: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Without --traceable the environment stays as it is."""
+    monkeypatch.setenv(tracing.VARIABLE, "1")
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(tracing, "version", lambda: tuple(map(int, version.split(".")[:2])))
+    tracing.start(False)
+    assert tracing.os.environ[tracing.VARIABLE] == "1"
+    assert tracing.LEVEL not in tracing.os.environ
