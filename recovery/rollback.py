@@ -63,11 +63,26 @@ class ReplicaCase(Frozen, frozen=True, kw_only=True):
     """A majority tells which."""
     seen_equal: bool
     """They were the same before."""
+    nodes: int = 1
+    """Of how many nodes those are that differ from the majority."""
+    elsewhere: bool = False
+    """The same rank differed before, on another node."""
     situation: ResumeSituation
     step: int | None
     """Of the newest good checkpoint that fits the situation; None: there is none."""
     before: int = 0
     """How often the run has gone back for this reason."""
+
+    @property
+    def doubt(self) -> str:
+        """Why it may be no node's fault; empty: nothing says so."""
+        if not self.seen_equal:
+            return "they were never seen to be the same, so it may be how this script trains"
+        if self.elsewhere:
+            return "the same rank differed before, on another node, so it may be how this script trains"
+        if self.nodes > 1:
+            return f"ranks on {self.nodes} nodes differ at once, which is hardly the fault of one of them"
+        return ""
 
 
 class LossPlan(Frozen, frozen=True, kw_only=True):
@@ -133,8 +148,8 @@ def before_corruption(
 
 def plan_for_replicas(case: ReplicaCase) -> LossPlan:
     """What to do about them."""
-    if not case.seen_equal:
-        return LossPlan(kind="hold", why="they were never seen to be the same, so it may be how this script trains")
+    if case.doubt:
+        return LossPlan(kind="hold", why=case.doubt)
     if case.step is None:
         return LossPlan(kind="hold", why="no good checkpoint is from before they differed")
     back = f"back to step {case.step}, from before they differed"

@@ -227,6 +227,9 @@ class Layout:
         self.sizes = sizes = [tensor.numel() * tensor.element_size() for tensor in locals_]
         """Of the tensors in bytes."""
         equal = [number for number, is_equal in enumerate(replicated) if is_equal]
+        alike = repr([(locals_[number].dtype, tuple(locals_[number].shape)) for number in equal])
+        self.alike = hashlib.blake2b(alike.encode(), digest_size=4).hexdigest()
+        """Of replicas: only ranks with tensors of the same types and shapes are compared."""
         share = -(-sum(sizes[number] for number in equal) // BUCKETS)
         bucket: list[int] = []
         end = 0
@@ -408,7 +411,8 @@ class RankMemory:
         other = headers[1 - number]
         if other is not None and other.attempt == self.attempt and other.step > step:
             self.slots[1 - number].void()  # the script went back by itself: what came after is of another run
-        self._start_sums(number, sequence, layout, {"group": group, "members": members})
+        about = {"group": f"{group}-{layout.alike}" if group else "", "members": members}
+        self._start_sums(number, sequence, layout, about)
         return self._staged(number, layout, spec, leaves, tensors) if staged else True
 
     def _layout(self, places: list[int], tensors: list[Any], spec: Any, equal: list[bool]) -> Layout:

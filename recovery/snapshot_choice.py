@@ -58,8 +58,10 @@ class ReplicasCompared(Frozen, frozen=True, kw_only=True):
     """How many were compared."""
     odd: tuple[int, ...]
     """Those that differ from the majority; empty where there is none."""
+    contents: int
+    """How many different ones there are."""
     agreed_at: float | None = None
-    """When the newest snapshot was written in which they were the same, by whichever attempt."""
+    """When the newest snapshot before was written in which they were the same, by whichever attempt."""
     agreed_step: int | None = None
     """Its step, if this attempt wrote it."""
 
@@ -124,13 +126,14 @@ class ReplicaWatch:
     def __init__(self) -> None:
         self._reports: dict[tuple[int, int, str], dict[int, tuple[str, ...]]] = {}
         self._compared: dict[tuple[int, int, str], None] = {}
-        self._agreed: dict[str, tuple[int, int, float]] = {}
-        """By group: attempt and step of the newest snapshot in which they were the same, and when it was written."""
+        self._agreed: dict[str, list[tuple[int, int, float]]] = {}
+        """By group: attempt and step of the newest snapshots in which they were the same, and when those were written.
+        A node that was not heard for a while may tell of an earlier step after a later one."""
 
     def observe(self, held: Iterable[RankSnapshot]) -> list[ReplicasCompared]:
         """What a node tells; the groups that it completes and that differ."""
         found: list[ReplicasCompared] = []
-        for one in held:
+        for one in sorted(held, key=lambda one: (one.attempt, one.step)):
             key = (one.attempt, one.step, one.group)
             if not one.digests or not one.group or key in self._compared:
                 continue
@@ -141,15 +144,18 @@ class ReplicaWatch:
             del self._reports[key]
             self._compared[key] = None
             if len(set(told.values())) == 1:
-                self._agreed[one.group] = (one.attempt, one.step, one.at)
+                agreed = [*self._agreed.get(one.group, ()), (one.attempt, one.step, one.at)]
+                self._agreed[one.group] = sorted(agreed)[-REPORTS_KEPT:]
                 continue
-            attempt, step, at = self._agreed.get(one.group, (-1, None, None))
+            before = [known for known in self._agreed.get(one.group, ()) if known[:2] < (one.attempt, one.step)]
+            attempt, step, at = before[-1] if before else (-1, None, None)
             found.append(
                 ReplicasCompared(
                     attempt=one.attempt,
                     step=one.step,
                     ranks=len(told),
                     odd=odd_ranks(told),
+                    contents=len(set(told.values())),
                     agreed_at=at,
                     agreed_step=step if attempt == one.attempt else None,
                 )

@@ -652,8 +652,10 @@ class ReplicasDiffer(Event, frozen=True, kw_only=True, tag="replicas_differ"):
     """How many replicas there are."""
     odd: tuple[int, ...] = ()
     """The ranks that differ from the majority, at most 16; none: there is no majority of at least three."""
+    contents: int = 0
+    """How many different ones there are; 0: not known."""
     since: float | None = None
-    """When the newest snapshot was written in which they were the same, by whichever attempt."""
+    """When the newest snapshot before was written in which they were the same, by whichever attempt."""
     since_step: int | None = None
     """Its step, if this attempt wrote it."""
 
@@ -809,6 +811,8 @@ class LedgerSeen(Event, frozen=True, kw_only=True, tag="ledger_seen"):
     """How many nodes it knows."""
     problem: str = ""
     """Why it cannot be read: what was read before holds."""
+    unwritten: str = ""
+    """Why nothing can be written to it."""
 
 
 class LedgerWritten(Event, frozen=True, kw_only=True, tag="ledger_written"):

@@ -360,6 +360,7 @@ class HeartbeatEvents:
                 step=one.step,
                 compared=one.ranks,
                 odd=one.odd[:16],
+                contents=one.contents,
                 since=one.agreed_at,
                 since_step=one.agreed_step,
             )

@@ -23,7 +23,9 @@ from supervisor.notes import note
 RULE: Final = "replica_digests"
 SURE: Final = 0.9
 UNSURE: Final = 0.4
-"""Of replicas that were never seen to be the same. Nobody is cordoned for that."""
+"""Where it may be the script, or more than one node. Nobody is cordoned for that."""
+ODD_KEPT: Final = 64
+"""Ranks that once differed."""
 NOT_TRUSTED: Final = "Checkpoints written since the replicas were the same are used only if no other is left."
 
 
@@ -35,6 +37,8 @@ class ReplicaGuard:
         self.situation: ResumeSituation | None = None
         """Where the run would go back to: replicas of the current attempt differ, which does not go away."""
         self._rollbacks = 0
+        self._odd_on: dict[int, str] = {}
+        """Ranks that differed -> the node of each."""
         self._planned = False
         """The run goes back, unless an operator rejects it."""
         self._overruled = False
@@ -47,23 +51,43 @@ class ReplicaGuard:
         situation = rollback.before_corruption(event.attempt, attempt.formed_at, event.since, event.since_step)
         self.situation = situation
         checkpoints = self._attempts.checkpoints
-        since = attempt.formed_at if event.since is None else event.since
-        checkpoints.suspect_from("replicas", since, event.step, event.since_step)
+        elsewhere = self._differed_elsewhere(event, attempt)
+        by_script = elsewhere or event.compared == event.contents > 2  # of a bad rank the others are the same
+        distrusted = event.since is not None and not by_script
+        if distrusted and event.since is not None:
+            checkpoints.suspect_from("replicas", event.since, event.step, event.since_step)
         checkpoint, _ = checkpoints.preview(situation, attempt.members)
         trusted = checkpoint is not None and checkpoint.complete and not checkpoint.suspect
         case = rollback.ReplicaCase(
             named=bool(event.odd),
             seen_equal=event.since is not None,
+            nodes=len({attempt.rank_nodes.get(rank, "") for rank in event.odd}),
+            elsewhere=elsewhere,
             situation=situation,
             step=checkpoint.step if trusted and checkpoint is not None else None,
             before=self._rollbacks,
         )
         decided = rollback.plan_for_replicas(case)
-        findings = self._findings(event, attempt, SURE if case.seen_equal else UNSURE)
-        yield from self._act_or_tell(event, attempt, decided, findings)
+        findings = self._findings(event, attempt, UNSURE if case.doubt else SURE)
+        yield from self._act_or_tell(event, attempt, decided, findings, distrusted=distrusted)
+
+    def _differed_elsewhere(self, event: m.ReplicasDiffer, attempt: Attempt) -> bool:
+        """Whether one of these ranks differed in an earlier attempt, on another node."""
+        if event.since is None:
+            return False
+        nodes = {rank: attempt.rank_nodes.get(rank, "") for rank in event.odd}
+        found = any(self._odd_on.get(rank, node) != node for rank, node in nodes.items())
+        self._odd_on = dict([*self._odd_on.items(), *nodes.items()][-ODD_KEPT:])
+        return found
 
     def _act_or_tell(
-        self, event: m.ReplicasDiffer, attempt: Attempt, decided: rollback.LossPlan, findings: list[Finding]
+        self,
+        event: m.ReplicasDiffer,
+        attempt: Attempt,
+        decided: rollback.LossPlan,
+        findings: list[Finding],
+        *,
+        distrusted: bool,
     ) -> Wants:
         core, what = self._core, _what(event)
         acts = core.spec.loss_guard == "enforce" and core.mode != "observe" and not self._overruled
@@ -77,7 +101,9 @@ class ReplicaGuard:
             yield note("replicas_differ", loud=True, what=what, advice=why)
             return
         want = OpenIncident("device", _named(what, findings), core.now)
-        yield from self._incidents.open_with_plan(want, f"No restart. {NOT_TRUSTED}{why}", "degraded")
+        yield from self._incidents.open_with_plan(
+            want, f"No restart.{f' {NOT_TRUSTED}' if distrusted else ''}{why}", "degraded"
+        )
 
     def _go_back(self, what: str, decided: rollback.LossPlan, findings: list[Finding]) -> Wants:
         """Without their nodes, if others can take their places."""
@@ -150,7 +176,7 @@ def _named(what: str, findings: list[Finding]) -> str:
 def _advice(decided: rollback.LossPlan, findings: list[Finding]) -> str:
     """The commands that would do it."""
     if decided.step is None:
-        return f"No rollback is possible: {decided.why}"
+        return f"No rollback is advised: {decided.why}"
     nodes = dict.fromkeys(one.node for one in findings if one.node)
     commands = [*(f"`unbroken cordon {node}`" for node in nodes), f"`unbroken rollback {decided.step}`"]
     return f"Recommended: {', '.join(commands)} ({decided.why})"

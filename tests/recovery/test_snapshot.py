@@ -330,6 +330,28 @@ def test_what_a_rank_starts_leaves_its_snapshots_alone(restart: Restart, slots: 
     assert equal(snapshot.load(), state_of(10))
 
 
+def test_a_rank_that_has_other_tensors_is_in_no_group_with_the_rest(slots: list[snapshot_memory.Slot]) -> None:
+    """As where rank 0 begins to keep an average of its own: it is not compared with ranks that do not."""
+
+    def group(state: dict[str, Any], step: int, replicas: Any) -> Any:
+        assert snapshot.save(state, step, replicas=replicas)
+        assert snapshot._memory is not None
+        snapshot._memory.summing.join()
+        newest = max(slots, key=lambda slot: header.sequence if (header := slot.header()) is not None else 0)
+        header = newest.header()
+        assert header is not None
+        return newest.sums(header.sequence)["group"]
+
+    state = state_of(1)
+    before = group(state, 1, replicas=True)
+    assert before
+    assert group(state, 2, replicas=True) == before
+    averaged = {**state, "average": torch.zeros(3)}
+    assert group(averaged, 3, replicas=True) != before
+    assert group({**state, "bytes": torch.zeros(3, dtype=torch.uint8)}, 4, replicas=True) == before
+    assert group(state, 5, replicas=None) == ""
+
+
 def test_digests_tell_replicas_apart(slots: list[snapshot_memory.Slot]) -> None:
     def digests(state: dict[str, Any], step: int) -> dict[str, str]:
         assert snapshot.save(state, step, replicas=True)

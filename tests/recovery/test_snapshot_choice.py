@@ -96,6 +96,21 @@ def test_what_an_earlier_attempt_agreed_on_is_no_step_of_this_one() -> None:
     assert (found.attempt, found.odd, found.agreed_at, found.agreed_step) == (2, (2,), 10.0, None)
 
 
+def test_an_earlier_snapshot_that_is_told_late_is_not_excused_by_a_later_one() -> None:
+    """A wrong gradient of step 20 is in all replicas at step 30: they are the same, and wrong."""
+    watch = ReplicaWatch()
+    watch.observe([replica(rank, 10, "a") for rank in range(3)])
+    late = [replica(2, 30, "c"), replica(2, 20, "b")]  # of one node that was not heard, by the places in its memory
+    watch.observe([replica(rank, step, text) for rank in range(2) for step, text in ((20, "a"), (30, "c"))])
+    [found] = watch.observe(late)
+    assert (found.step, found.odd, found.agreed_step, found.contents) == (20, (2,), 10, 2)
+    assert watch.observe([replica(rank, 15, "a") for rank in range(3)]) == []
+    [found] = watch.observe([replica(rank, 40, "aab"[rank]) for rank in range(3)])
+    assert found.agreed_step == 30, "the newest one counts, whatever is told last"
+    [back] = watch.observe([replica(rank, 25, "aab"[rank]) for rank in range(3)])
+    assert back.agreed_step == 15, "the script went back by itself"
+
+
 def test_other_groups_and_shards_are_not_compared() -> None:
     watch = ReplicaWatch()
     assert watch.observe([replica(0, 10, "a", members=1), replica(1, 10, "b", members=2, group="h")]) == []
