@@ -32,6 +32,11 @@ class BlockingCalls:
         self._running = 0
         self._lock = threading.Lock()
 
+    @property
+    def busy(self) -> bool:
+        """No more can be begun now."""
+        return self._running >= self._most
+
     async def run(self, work: Callable[[], T], deadline_s: float) -> T:
         """What `work` returns or raises. Raises asyncio.TimeoutError when it takes longer, and at once when it cannot
         be begun. Its thread may go on after that; nobody waits for it.

@@ -195,6 +195,11 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "ledger_unreadable": _kind("the ledger of all jobs cannot be used: {why}. What was read of it before holds"),
     "ledger_read": _kind("the ledger of all jobs can be read again"),
+    "ledger_unwritable": _kind(
+        "nothing can be written to the ledger of all jobs: {why}. What this job finds out is kept until it can be, "
+        "or the job ends"
+    ),
+    "ledger_written": _kind("the ledger of all jobs can be written again"),
     "cordon_vouched": _kind("{node} is not cordoned: an operator has uncordoned it"),
     # operators
     "command": _kind("operator: {command}[ {argument}][ by {by}][ ({reason})]", repeats=["override_given"]),

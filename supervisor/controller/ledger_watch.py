@@ -33,6 +33,7 @@ FIRST_S: Final = 3.0
 DEADLINE_S: Final = 20.0
 LAST_S: Final = 3.0
 """So long the controller's end waits for what is still to be written."""
+LAST_LOOK_S: Final = 0.05
 COMPACT_S: Final = 12 * 3600.0
 COMPACT_FIRST_S: Final = (60.0, 600.0)
 """After the controller's start, somewhere between: short jobs leave files, too, and many may start at once."""
@@ -103,6 +104,10 @@ class LedgerWatch:
         self.records: dict[str, NodeRecord] = {}
         """As read last."""
         self.readable = True
+        self._unwritten = ""
+        """Why the newest write failed."""
+        self._known: tuple[tuple[m.LedgerNode, ...], int, str] | None = None
+        """What was told last, without that."""
 
     def write(self, action: m.LedgerWrite) -> None:
         if all(one.number != action.number for one in self._waiting):
@@ -131,8 +136,11 @@ class LedgerWatch:
                 await asyncio.sleep(AFRESH_S)
 
     async def stop(self) -> None:
-        """What is still to be written is tried once more."""
-        await self._write_waiting(LAST_S)
+        """What is still to be written is tried once more, as soon as a look that is under way has ended."""
+        end = time.monotonic() + LAST_S
+        while self._waiting and self._calls.busy and time.monotonic() < end:
+            await asyncio.sleep(LAST_LOOK_S)
+        await self._write_waiting(max(LAST_LOOK_S, end - time.monotonic()))
 
     # ----- reading -----
 
@@ -169,13 +177,22 @@ class LedgerWatch:
         self.readable = not problem
         if problem:
             self._read_at = float("-inf")  # once it answers, what was said of it is taken back
-        report = (nodes, problem) if not problem else (problem,)
+        self._known = nodes, fleet, problem
+        report = (nodes, problem, self._unwritten) if not problem else (problem,)
         if report == self._reported:
             return
         self._reported = report
-        self._post(m.LedgerSeen(at=self._now(), nodes=nodes, fleet=fleet, problem=problem))
+        seen = m.LedgerSeen(at=self._now(), nodes=nodes, fleet=fleet, problem=problem, unwritten=self._unwritten)
+        self._post(seen)
 
     # ----- writing -----
+
+    def _tell_unwritten(self, why: str) -> None:
+        if why != self._unwritten:
+            self._unwritten = why
+            log.warning("the ledger: %s", f"cannot be written: {why}" if why else "can be written again")
+            if self._known is not None:
+                self._tell(*self._known)
 
     async def _write_waiting(self, deadline_s: float) -> None:
         waiting, names = self._waiting, frozenset(self._names())
@@ -193,9 +210,12 @@ class LedgerWatch:
 
         try:
             await self._calls.run(append, deadline_s)
-        except (asyncio.TimeoutError, OSError) as error:
-            log.warning("the ledger in %s cannot be written: %r", self._folder.folder, error)
+        except asyncio.TimeoutError:
+            return  # the next look says so
+        except OSError as error:
+            self._tell_unwritten(f"{self._folder.folder}: {error.strerror or error}")
             return
+        self._tell_unwritten("")
         self._noted |= names
         self._waiting = [one for one in self._waiting if one not in waiting]
         for one in waiting:

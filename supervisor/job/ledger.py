@@ -41,7 +41,7 @@ class ClusterLedger:
         self._known: dict[str, m.LedgerNode] = {}
         """By the scheduler's name."""
         self._fleet = 0
-        self._problem = ""
+        self._problem = self._unwritable = ""
         self._number = 0
         self._unwritten: dict[int, m.LedgerWrite] = {}
         self._written: dict[str, tuple[str, ...]] = {}
@@ -73,13 +73,17 @@ class ClusterLedger:
     def seen(self, event: m.LedgerSeen) -> WantsAnd[tuple[str, ...]]:
         """Nodes of the job that must not be used any more."""
         before, self._known = self._known, {one.node: one for one in event.nodes}
-        self._fleet = event.fleet
         if event.problem != self._problem:
             self._problem = event.problem
             yield note("ledger_unreadable", loud=True, why=event.problem) if event.problem else note("ledger_read")
         if event.problem:
             self._known = before
             return ()
+        self._fleet = event.fleet
+        if event.unwritten != self._unwritable:
+            self._unwritable = event.unwritten
+            why = event.unwritten
+            yield note("ledger_unwritable", loud=True, why=why) if why else note("ledger_written")
         out = []
         for node in self._nodes:
             name = node.scheduler_name or node.name

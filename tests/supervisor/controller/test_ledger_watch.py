@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from recovery.ledger import CordonLifted, LedgerEntry, NodeCordoned, NodeFailed, merge
 from recovery.ledger_folder import LedgerFolder
@@ -193,3 +197,54 @@ def test_a_defect_does_not_keep_a_controller_from_its_start(tmp_path: Path) -> N
     watch = LedgerWatch(Broken(tmp_path), posted.append, time.time, lambda: ())
     asyncio.run(watch.first_look())
     assert "a defect" in posted[-1].problem
+
+
+class ReadOnly(LedgerFolder):
+    read_only = True
+
+    def append(self, entries: Iterable[LedgerEntry], now: float) -> None:
+        if self.read_only:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self.folder))
+        super().append(entries, now)
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder, posted = ReadOnly(tmp_path), list[Any]()
+    watch = LedgerWatch(folder, posted.append, time.time, lambda: ("a",))
+    what = NodeFailed(node="a", failure_class="gpu_lost")
+    watch.write(m.LedgerWrite(number=1, id="j-1", at=time.time(), by="policy", job="j", what=what))
+
+    async def rounds() -> None:
+        await watch.first_look()
+        for _ in range(4):
+            await watch._write_waiting(5.0)
+            await watch._look(5.0)
+        folder.read_only = False
+        await watch._write_waiting(5.0)
+
+    asyncio.run(rounds())
+    assert [bool(event.unwritten) for event in posted if isinstance(event, m.LedgerSeen)] == [False, True, False]
+    assert not any(event.problem for event in posted if isinstance(event, m.LedgerSeen))
+    assert [event.number for event in posted if isinstance(event, m.LedgerWritten)] == [1]
+    assert len(caplog.records) == 2
+
+
+def test_what_is_written_last_waits_for_a_look_that_is_under_way(tmp_path: Path) -> None:
+    folder, posted = Hung(tmp_path), list[Any]()
+    watch = LedgerWatch(folder, posted.append, time.time, lambda: ())
+    watch.write(
+        m.LedgerWrite(
+            number=1, id="j-1", at=time.time(), by="policy", job="j", what=NodeFailed(node="a", failure_class="x")
+        )
+    )
+
+    async def end() -> None:
+        looking = asyncio.create_task(watch._look(30.0))
+        while not watch._calls.busy:
+            await asyncio.sleep(0.0)
+        looking.cancel()
+        asyncio.get_running_loop().call_later(0.2, os.write, folder.writing, b"1")
+        await watch.stop()
+
+    asyncio.run(end())
+    assert [event.number for event in posted if isinstance(event, m.LedgerWritten)] == [1]

@@ -116,6 +116,15 @@ def test_a_ledger_that_cannot_be_read_changes_nothing(make_driver: Any) -> None:
     assert driver.loud == {}
 
 
+def test_a_ledger_that_cannot_be_written_is_said_and_what_it_says_holds(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=1, nodes_max=1)
+    for unwritten, loud in (("read-only", True), ("read-only", False), ("", False)):
+        driver.tell(m.LedgerSeen, nodes=(cordoned("a"),), fleet=8, unwritten=unwritten)
+        assert ("ledger_unwritable" in driver.loud) == loud
+    driver.join("a")
+    assert driver.job.nodes.cordoned() == {"a"}
+
+
 def test_a_jobs_uncordon_does_not_lift_what_holds_for_all(make_driver: Any) -> None:
     driver = make_driver(nodes_min=1, nodes_max=1, ledger="propose")
     said(driver, cordoned("a"))
