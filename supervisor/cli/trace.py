@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 import msgspec
@@ -16,6 +16,9 @@ from supervisor.cli.job_commands import JOB_OPTIONS, JobHandle, send, status_fro
 from supervisor.cli.output import operator_name, print_answer, warn
 from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
 from supervisor.messages import CommandRequest
+
+if TYPE_CHECKING:
+    from diagnosis.step_time import RankTime
 
 MOST_RANKS: Final = 64
 USUAL_RANKS: Final = 8
@@ -134,11 +137,12 @@ def _ask(job: JobHandle, order: Order, as_json: bool) -> None:
     files = [
         attempt / one["node"] / rank["file"] for one in answers for rank in one.get("ranks", ()) if rank.get("file")
     ]
+    times = _readable(files, problems)
     for problem in problems:
         warn(problem)
-    if not files:
+    if not times:
         raise UnbrokenError("there is no trace", ExitCode.NOT_DONE)
-    print_answer({**summary(files), "problems": problems}, as_json, show)
+    print_answer({**_summary(files, times), "problems": problems}, as_json, show)
     if not as_json:
         click.echo(f"The traces are in {attempt}; open them in Perfetto (ui.perfetto.dev)")
 
@@ -195,18 +199,37 @@ def _problems(answers: Sequence[dict[str, Any]], nodes: Collection[str]) -> list
 
 def summary(files: Sequence[Path]) -> dict[str, Any]:
     """Where the steps of the ranks went, as JSON types. Raises TraceUnreadable."""
-    from diagnosis.step_time import slowest
     from supervisor.diagnose.traces import TraceUnreadable, read_rank
 
-    times = sorted((read_rank(file, at) for at, file in enumerate(files)), key=lambda one: one.rank)
-    twice = next((one.rank for one, other in itertools.pairwise(times) if one.rank == other.rank), None)
+    times = [read_rank(file, at) for at, file in enumerate(files)]
+    ranks = sorted(one.rank for one in times)
+    twice = next((one for one, other in itertools.pairwise(ranks) if one == other), None)
     if twice is not None:
         raise TraceUnreadable(f"two of the files are traces of rank {twice}: give one of each rank")
+    return _summary(files, times)
+
+
+def _readable(files: Sequence[Path], problems: list[str]) -> list[RankTime]:
+    """Of those that ranks have just made: one that has nothing in it does not take the others with it."""
+    from supervisor.diagnose.traces import TraceUnreadable, read_rank
+
+    times = []
+    for at, file in enumerate(files):
+        try:
+            times.append(read_rank(file, at))
+        except TraceUnreadable as error:
+            problems.append(str(error))
+    return times
+
+
+def _summary(files: Sequence[Path], times: Sequence[RankTime]) -> dict[str, Any]:
+    from diagnosis.step_time import slowest
+
     worst = slowest(times)
     return {
         "schema": 1,
         "files": [str(file) for file in files],
-        "ranks": [one._asdict() for one in times],
+        "ranks": [one._asdict() for one in sorted(times, key=lambda one: one.rank)],
         "slowest": None if worst is None else {**worst._asdict(), "share": worst.share},
     }
 

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from supervisor.cli.main import main
+from supervisor.cli.trace import _readable
 from supervisor.errors import ExitCode
 
 EVENT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "tid": 1, "dur": 400}
@@ -72,3 +73,13 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     twice = CliRunner().invoke(main, ["trace", str(file), str(file)])
     assert twice.exit_code == ExitCode.NOT_FOUND
     assert CliRunner().invoke(main, ["trace", "--input", str(file)]).exit_code == ExitCode.WRONG_USAGE
+
+
+def test_an_empty_trace_of_a_rank_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    """A rank that waited all the time has no event."""
+    empty = tmp_path / "kt_rank1.json"
+    empty.write_text('{"traceEvents": [\n], "traceName": "kt.json"}')
+    problems: list[str] = []
+    times = _readable([trace_of(tmp_path, 0, 300), empty], problems)
+    assert [one.rank for one in times] == [0]
+    assert len(problems) == 1
