@@ -431,7 +431,7 @@ class ActionRunner:
         workers = keeper.workers_of(keeper.newest_attempt) if keeper is not None and number else ()
         ready = [worker.rank for worker in workers if worker.alive and handles(worker.pid, number)]
         if ready:
-            await self._keeper.request(op="signal", signal=number, ranks=ready)
+            await self._keeper.request(op="signal", signal=number, ranks=ready, handled=True)
         if len(ready) < len(workers) or not workers:
             self._state.notices.report(
                 f"{len(workers) - len(ready)} of {len(workers)} ranks do not handle {name}: they are not asked for a "

@@ -313,7 +313,7 @@ class Keeper:
         return {"killed": self.members.kill_attempts(int(message["attempt"]))}
 
     def _signal(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:
-        self.members.signal(int(message["signal"]), message.get("ranks"))
+        self.members.signal(int(message["signal"]), message.get("ranks"), bool(message.get("handled")))
         return {"ok": True}
 
     def _stop(self, _client: clients.Client, message: dict[str, Any]) -> dict[str, Any]:

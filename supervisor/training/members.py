@@ -92,6 +92,15 @@ class Worker:
         core = os.WIFSIGNALED(self.status or 0) and os.WCOREDUMP(self.status or 0)
         return {**self.state(), "core_dumped": core, "note": self.note}
 
+    def handles(self, number: int) -> bool:
+        """Whether it has a handler for this signal now; False where that is not known."""
+        try:
+            with open(f"/proc/{self.pid}/status") as file:
+                caught = next((int(line.split()[1], 16) for line in file if line.startswith("SigCgt")), 0)
+        except (OSError, ValueError):
+            return False
+        return bool(caught >> (number - 1) & 1) and start_time(self.pid) == self.start_time
+
     def send(self, number: int) -> None:
         """To its process group, and to itself where it has no group yet."""
         if self.pid <= 1 or start_time(self.pid) != self.start_time:  # 0 and -1 would mean every process
@@ -226,13 +235,14 @@ class Members:
         for worker in self.live():
             self.kill(worker, why)
 
-    def signal(self, number: int, ranks: Any) -> None:
+    def signal(self, number: int, ranks: Any, handled: bool = False) -> None:
+        """`handled`: only to those with a handler for it. Python takes handlers back when it ends."""
         for worker in self.live():
             if ranks is not None and worker.rank not in ranks:
                 continue
             if number == signal.SIGCONT:
                 worker.send(number)
-            elif worker.pid > 1:
+            elif worker.pid > 1 and (not handled or worker.handles(number)):
                 os.kill(worker.pid, number)
 
     def stop(self, number: int | None) -> None:

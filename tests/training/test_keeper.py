@@ -92,6 +92,21 @@ def test_leftovers_of_a_dead_rank_go_with_the_attempt(
     wait_until(lambda: not alive(child))
 
 
+def test_a_rank_without_a_handler_is_not_asked_to_save(keeper: Any, script: Callable[..., Path]) -> None:
+    """It may have given the handler back since somebody looked, as Python does when it ends."""
+    asked = "import signal, sys, time\nsignal.signal(signal.SIGUSR1, lambda *a: print('asked', flush=True))\n"
+    ready, its = start(keeper, script(f"{asked}print('up', flush=True)\nwhile True: time.sleep(0.05)\n"), 907, RANK="3")
+    other, other_is = start(keeper, script(SLEEP), 907, RANK="4")
+    assert keeper.ask(op="signal", signal=signal.SIGUSR1, ranks=[3, 4], handled=True) == {"ok": True}
+    assert ready.stdout.readline() == "asked\n"
+    assert other.poll() is None
+    assert other_is["status"] is None
+    for worker in (its, other_is):
+        os.kill(worker["pid"], signal.SIGKILL)
+    ready.wait(60)
+    assert other.wait(60) == -signal.SIGKILL
+
+
 def test_signals_reach_the_rank_through_stub_and_keeper(keeper: Any, script: Callable[..., Path]) -> None:
     path = script(
         "import os, signal, time\n"
