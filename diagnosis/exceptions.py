@@ -326,7 +326,8 @@ _NO_DOUBT: Final = re.compile(
     r"\b(?:no|not|0|zero|without|any|if|retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back|deprecat\w+|warn\w*|accuracy|loss"
     r"|perplexity)\b"
     r"|\b(?:errors?|fail(?:ed|ures?)?|corrected|uncorrectable|invalid)\w{0,12}\s{0,2}[=:]\s{0,2}(?:0|none|false|null|no)\b"
-    r"|\bINFO\b|\bDEBUG\b|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback)",
+    r"|\bINFO\b|\bDEBUG\b|\bbusbw\b|NOT been destroyed"
+    r"|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback)",
     re.IGNORECASE,
 )
 

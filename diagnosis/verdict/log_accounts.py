@@ -303,7 +303,9 @@ _OF_DEVICES: Final = tuple(one for one, entry in TAXONOMY.items() if entry.domai
 _SLOWDOWN: Final = (FailureClass.INPUT_STALL, FailureClass.STRAGGLER_OR_SLOW, FailureClass.GPU_THERMAL_POWER)
 _TRAINS: Final = re.compile(
     r"\b\w{0,20}loss\w{0,20}['\"]?\s{0,3}[:=]\s{0,3}-?\d|\b(?:it/s|s/it)\b"
-    r"|\b(?:step|iter|iteration|epoch)\b.{0,3}\s?\d.{0,200}\bloss\b",
+    r"|\b(?:step|iter|iteration|epoch)\b.{0,3}\s?\d.{0,200}\bloss\b"
+    r"|\d ?(?:samples|images|imgs|examples|tokens|sequences|words)/s(?:ec)?\b|\bAttempted loss scale: \d"
+    r"|^(?!.{0,200}(?:[Dd]ownload|[Uu]pload|[Ee]xtract|[Ff]etch)).{0,200}\d{1,3}%\|[^|]{0,120}\| ?\d+/\d+ \[",
     re.IGNORECASE,
 )
 """A line of training."""
@@ -334,6 +336,8 @@ def last_training(lines: Sequence[str]) -> int | None:
 
 
 COUNTED: Final = 8
+_CLOCK_TIME: Final = re.compile(r"(?:\d{2,4}[-/]\d\d[-/]\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d{1,9})?")
+"""A clock goes on whatever the program does."""
 _WAITS: Final = re.compile(r"wait|retr(?:y|ies)|attempt|tries|elapsed|timeout|remaining|stuck|pending", re.IGNORECASE)
 
 
@@ -342,7 +346,7 @@ def last_counted(lines: Sequence[str]) -> int | None:
 
     A program that waits or tries again counts as well: that is no work.
     """
-    said = [(at, text[:400]) for at, text in enumerate(lines) if text.strip()]
+    said = [(at, _CLOCK_TIME.sub("", text[:400])) for at, text in enumerate(lines) if text.strip()]
     for end in range(len(said), COUNTED - 1, -1):
         run = [text for _, text in said[end - COUNTED : end]]
         if len({_DIGITS.sub("", text) for text in run}) == 1 and _WAITS.search(run[0]) is None:
@@ -723,8 +727,9 @@ def _quiet_before(one: Statement, log: LogSummary) -> float:
 
 
 def _follows_an_end(match: RuleMatch, log: LogSummary) -> bool:
-    """Slurm cancels a step without a reason when one of its tasks ended badly."""
-    return match.rule == "step_cancelled" and any(failure.line < match.line for failure in log.launcher)
+    """Slurm cancels a step without a reason when one of its tasks ended badly; it may tell of the task later."""
+    ended = any(failure.line < match.line or failure.code in range(1, 128) for failure in log.launcher)
+    return match.rule == "step_cancelled" and ended
 
 
 # ----- all logs together -----

@@ -47,7 +47,13 @@ from diagnosis.verdict.weights import current
 MAX_APART: Final = 2
 """Ranks that train together are at most this many steps apart, but for what their buffers hold back."""
 MAX_CLUES: Final = 3
-_GOOD: Final = re.compile(r"(?<!un)(?<!not )\b(?:pass(?:ed)?|healthy|ok)\b(?! ?[=:]? ?(?:false|no|0)\b)", re.IGNORECASE)
+_GOOD: Final = re.compile(
+    r"(?<!un)(?<!not )\b(?:pass(?:ed)?|healthy|ok)\b(?! ?[=:]? ?(?:false|no|0)\b)|\bInit COMPLETE\b|: Not Active\b"
+    r"|\bECC\b\D{0,12}\b0\b|process group has NOT been destroyed before we destruct",
+    re.IGNORECASE,
+)
+"""Lines of reports and starts in which all is well, and torch's notice at a regular exit."""
+_REPORTS: Final = re.compile(r"\bNVIDIA-SMI\b|\balgbw +busbw\b|\bROCm System Management\b")
 _ENDS: Final = {
     "finished": ": the work was completed",
     "goes_on": ", and training goes on",
@@ -165,7 +171,9 @@ def _doubt(log: LogSummary) -> Evidence | None:
     """A line that sounds of trouble at the end of a log, after the last sign of progress."""
     first = log.lines - len(log.tail) + 1
     skipped = max(0, (_last_progress(log) or 0) + 1 - first)
-    found = exceptions.trouble(log.tail[skipped:])
+    # What the kernel only warns of is known, and no doubt.
+    known = {event.line for event in log.events}
+    found = exceptions.trouble(["" if first + at in known else text for at, text in enumerate(log.tail)][skipped:])
     if found is None:
         return None
     text = log.tail[skipped + found].strip()[:300]
@@ -173,9 +181,9 @@ def _doubt(log: LogSummary) -> Evidence | None:
 
 
 def _are_all_well(logs: Sequence[LogSummary]) -> bool:
-    """Reports of devices or health checks, in which each line with a result says that it is good."""
+    """Reports and starts that say that something is good, and of which no line sounds of trouble."""
     lines = [line for log in logs for line in log.tail]
-    return sum(_GOOD.search(line) is not None for line in lines) > 1
+    return any(map(_REPORTS.search, lines)) or any(map(_GOOD.search, lines))
 
 
 MAX_EVIDENCE: Final = 10
