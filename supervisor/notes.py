@@ -242,7 +242,10 @@ KINDS: Final[dict[str, Kind]] = {
         "{node} goes on working in this attempt and is left out of the next (`unbroken restart` starts that now)"
     ),
     "not_cordoned": _kind("{argument} was not cordoned. Nothing known so far will get it cordoned"),
-    "still_left_out": _kind("{node} is still not used: {place} is cordoned ({reason})"),
+    "still_left_out": _kind(
+        "{node} is still not used: {place} is cordoned ({reason})[cluster?, for all jobs: `unbroken uncordon {node} "
+        "--cluster` gives it back]"
+    ),
     "plan_needs_approval": _kind("the waiting plan is carried out only after `unbroken approve`"),
     "restart_completes": _kind("the restart that has begun is completed; after that the job only watches"),
     "trace_asked": _kind(

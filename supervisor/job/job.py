@@ -744,6 +744,8 @@ class Job:
             return
         found, refused = len(self.attempts.next_members()), scheduler.requeue_refused
         why = f"only {found} of {spec.nodes_min} nodes could be used after {spec.wait_for_nodes_s:.0f} s"
+        held = sorted(node.name for node in self.nodes if node.present and node.name in self.nodes.cordoned())
+        why += f"; {len(held)} cordoned: {', '.join(held[:4])} (`unbroken status` says why)" if held else ""
         why += f"; {spec.scheduler} does not start the job again: {refused}" if refused else ""
         yield EndJob(m.Outcome(state="failed", exit_code=BUDGET_SPENT, line=why))
 

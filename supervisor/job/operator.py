@@ -309,7 +309,8 @@ class Operator:
         yield from self._ledger.lifted(name, event.by or "operator", event.reason)
         left = cordons.of(name, now)
         if left is not None:
-            yield note("still_left_out", node=name, place=_place(left), reason=left.reason)
+            for_all = cordons.is_of_cluster(left)
+            yield note("still_left_out", node=name, place=_place(left), reason=left.reason, cluster=for_all)
         self._nodes.touch_all()
         yield RefreshAndProceed()
 

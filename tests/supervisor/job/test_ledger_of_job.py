@@ -134,6 +134,17 @@ def test_a_jobs_uncordon_does_not_lift_what_holds_for_all(make_driver: Any) -> N
     assert writes(driver) == []
 
 
+def test_a_job_whose_nodes_are_all_cordoned_says_so_and_names_the_way_out(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2, ledger="propose")
+    said(driver, cordoned("a"), cordoned("b"))
+    driver.join("a", "b")
+    driver.order("uncordon", "a")
+    [left] = [one for one in driver.actions if isinstance(one, m.Note) and one.kind == "still_left_out"]
+    assert left.arguments["cluster"]
+    driver.fire("nodes")
+    assert "2 cordoned: a, b" in driver.job.outcome.line
+
+
 # ----- probation -----
 
 
