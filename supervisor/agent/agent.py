@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from diagnosis import rules
-from diagnosis.signals import RankSample, from_wait_status
+from diagnosis.signals import Finding, RankSample, from_wait_status
 from recovery.snapshot_choice import of_node
 from recovery.tiers import NodeTiers
 from supervisor.agent.actions import ActionRunner, DrainRequests, LauncherSocket
@@ -230,6 +230,8 @@ LOOK_EVERY_AWAITING_S = 0.25
 """While a node is to leave with the next checkpoint."""
 LOOK_EVERY_BACKLOG_S = 0.01
 """While much of the ranks' output waits to be read."""
+KERNEL_PAUSE_S = 0.25
+"""Between two reads of the kernel log that new lines cause; and so long lines that belong together may take."""
 START_S = 30.0
 """So long an attempt counts as just started."""
 HEARTBEAT_EVERY_S = 1.3
@@ -299,6 +301,9 @@ class NodeAgent:
 
         # When it wakes. Monotonic times.
         self._looked_at = self._next_look = self._last_heartbeat = 0.0
+        self._kernel_read_at = float("-inf")
+        """When lines of the kernel log came last, where they come by themselves."""
+        self._kernel_timer: asyncio.TimerHandle | None = None
         self._close_until = 0.0
         """Until then it looks closely."""
         self._progressed = 0
@@ -318,6 +323,7 @@ class NodeAgent:
         )
         tasks = [asyncio.create_task(follower) for follower in followers]
         mover = asyncio.create_task(self._mover.run())
+        self._follow_kernel_log()
         try:
             while not self._is_finished():
                 for task in tasks:
@@ -328,6 +334,7 @@ class NodeAgent:
             await self._metrics.stop()
         finally:
             server.close()
+            self._leave_kernel_log()
             self._tracer.close()
             self._state.work.cancel()
             for task in (*tasks, mover):
@@ -445,16 +452,48 @@ class NodeAgent:
         news = self._ranks.stopped != stopped
         if self._progressed != self._ranks.attempt and self._ranks.shows_progress:
             self._progressed, news = self._ranks.attempt, True
-        kernel = self._health.kernel_log.findings(workers)
-        self._evidence.note_findings(kernel)  # the verdict scans the end of the ranks' output itself
-        found.extend(kernel)
+        found.extend(self._read_kernel_log(workers))
         found.extend(self._health.take())
+        self._report_findings(found)
+        if news:
+            self._state.wakeup.set()
+        return backlog
+
+    def _report_findings(self, found: Sequence[Finding]) -> None:
         self._state.findings.add(found)
         if any(one.outlook == "fails" for one in found):
             self._close_until = time.monotonic() + CLOSELY_S
-        if found or news:
+            self._next_look = 0.0
+        if found:
             self._state.wakeup.set()
-        return backlog
+
+    def _read_kernel_log(self, workers: Sequence[WorkerProcess]) -> list[Finding]:
+        now = time.monotonic()
+        found = self._health.kernel_log.findings(workers, more_may_come=now < self._kernel_read_at + KERNEL_PAUSE_S)
+        self._evidence.note_findings(found)  # the verdict scans the end of the ranks' output itself
+        return found
+
+    def _follow_kernel_log(self) -> None:
+        """Read the next lines of /dev/kmsg when they come, not with the next look."""
+        descriptor = self._health.kernel_log.descriptor
+        if descriptor is not None:
+            asyncio.get_running_loop().add_reader(descriptor, self._kernel_log_grew, descriptor)
+
+    def _kernel_log_grew(self, descriptor: int) -> None:
+        """A storm of lines costs four looks a second at most."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(descriptor)
+        self._kernel_read_at = time.monotonic()
+        keeper = self._state.keeper
+        self._report_findings(self._read_kernel_log(keeper.workers if keeper is not None else ()))
+        self._kernel_timer = loop.call_later(KERNEL_PAUSE_S, self._follow_kernel_log)
+
+    def _leave_kernel_log(self) -> None:
+        descriptor = self._health.kernel_log.descriptor
+        if descriptor is not None:
+            asyncio.get_running_loop().remove_reader(descriptor)
+        if self._kernel_timer is not None:
+            self._kernel_timer.cancel()
 
     def _look_at_front(self) -> None:
         request = self._front.stop_request()

@@ -89,7 +89,7 @@ class KmsgRecords:
 
     def __init__(self, descriptor: int) -> None:
         """`descriptor`: does not block, and is at the place to read from; closed by `close`."""
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._next: int | None = None
         self.lost = 0
         self.error: OSError | None = None
@@ -105,7 +105,7 @@ class KmsgRecords:
         found: list[tuple[float | None, str]] = []
         for _ in range(most):
             try:
-                record = os.read(self._descriptor, 8192)
+                record = os.read(self.descriptor, 8192)
             except BlockingIOError:
                 break
             except OSError as error:
@@ -136,7 +136,7 @@ class KmsgRecords:
             found.append((uptime_s, text))
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 class _Lines:
@@ -330,6 +330,12 @@ class KernelLog:
             self._lost_told = self.lost
         return [text for line in lines if (text := clean_text(line, MAX_TEXT))]
 
+    @property
+    def descriptor(self) -> int | None:
+        """Readable when there are new lines; None where a source does not tell."""
+        source = self._source
+        return source.descriptor if isinstance(source, KmsgRecords) and source.error is None else None
+
     def close(self) -> None:
         if self._source is not None:
             self._source.close()
@@ -337,21 +343,26 @@ class KernelLog:
 
     # ----- findings -----
 
-    def findings(self, workers: Sequence[WorkerProcess]) -> list[Finding]:
-        """New findings in the log and in the driver's events, with the rank, GPU and step that they concern."""
+    def findings(self, workers: Sequence[WorkerProcess], *, more_may_come: bool = False) -> list[Finding]:
+        """New findings in the log and in the driver's events, with the rank, GPU and step that they concern.
+
+        `more_may_come`: it was read a moment ago, so what waits for more lines waits on.
+        """
         at, mono = time.time(), time.monotonic()
         lines = [Signal(source="kernel", text=text, at=at, mono=mono) for text in self.read()]
-        found = self.findings_in([*lines, *self.events], workers)
+        found = self.findings_in([*lines, *self.events], workers, more_may_come=more_may_come)
         self.events.clear()
         now = time.time()  # a storm goes on for as long as it is reported
         self._recent.extend(msgspec.structs.replace(finding, at=now) for finding in found)
         self.count += len(found)
         return found
 
-    def findings_in(self, lines: Iterable[Signal], workers: Sequence[WorkerProcess] = ()) -> list[Finding]:
+    def findings_in(
+        self, lines: Iterable[Signal], workers: Sequence[WorkerProcess] = (), *, more_may_come: bool = False
+    ) -> list[Finding]:
         """The same of these lines. When there are none, what waits for more lines is complete as it is."""
         found: list[Finding] = []
-        quiet = True
+        quiet = not more_may_come
         for line in lines:
             if line.source == "kernel":
                 quiet, self._last = False, line

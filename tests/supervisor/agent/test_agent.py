@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ from supervisor.config import NodePlan
 from supervisor.files import start_time
 from supervisor.keeper_client import KeeperState, WorkerProcess
 from supervisor.messages import Assignment, JobSpec, Outcome, Refused
+from supervisor.node_health.kernel_log import KmsgRecords
 
 ASSIGNED = Assignment(node="n1", epoch=3, version=2, role="member", stage="run", attempt=2)
 WORKER = WorkerProcess(attempt=2, rank=0, local_rank=0, pid=os.getpid())
@@ -90,6 +93,32 @@ def test_heartbeats_go_out_for_news_with_looks_and_after_a_while(agent: NodeAgen
     assert len(sent) == 3
     agent._report(102.1)
     assert len(sent) == 4
+
+
+def test_a_fatal_line_of_the_kernel_is_reported_when_it_comes(agent: NodeAgent) -> None:
+    """A packet socket keeps records apart as the device does. A storm of them is not read line by line."""
+    kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    agent._health.kernel_log._source = KmsgRecords(ours.detach())
+    reads = []
+
+    async def story() -> None:
+        agent._follow_kernel_log()
+        kernel.send(b"2,10,1000,-;NVRM: Xid (PCI:0000:c1:00): 79, pid=77, GPU has fallen off the bus.\n")
+        await asyncio.wait_for(agent._state.wakeup.wait(20.0), 5.0)
+        assert [one.rule for one in agent._state.findings._queue] == ["xid_79"]
+        read, agent._read_kernel_log = agent._read_kernel_log, lambda workers: reads.append(1) or read(workers)  # type: ignore
+        for number in range(50):
+            kernel.send(b"6,%d,1000,-;eth0: link is up\n" % (11 + number))
+            await asyncio.sleep(0.001)
+        while not reads:
+            await asyncio.sleep(0.01)
+        agent._leave_kernel_log()
+
+    asyncio.run(story())
+    assert len(reads) == 1
+    agent._health.kernel_log.close()
+    kernel.close()
 
 
 def test_an_orphan_ends_as_a_controller_would_end_it(agent: NodeAgent) -> None:
