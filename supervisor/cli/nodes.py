@@ -16,6 +16,7 @@ import click
 from diagnosis.signals import clean_line
 from recovery.cordon import REASON_LIMIT
 from recovery.ledger import (
+    NAME_LIMIT,
     CordonLifted,
     LedgerEntry,
     LedgerRecord,
@@ -239,6 +240,8 @@ def cordon_for_all(
     """`unbroken cordon NODE --cluster`."""
     ledger, now = open_ledger(), time.time()
     node, _, gpu = place.partition("/")
+    if not node or any(name != clean_line(name, NAME_LIMIT).strip() for name in (node, gpu)):
+        raise click.UsageError("NODE is no name of a node")  # no reader would know whom it means
     end = _end(until, now)
     hours = QUARANTINE.fullmatch(quarantine)
     if quarantine and hours is None:

@@ -147,3 +147,9 @@ def test_results_of_tests_are_kept_and_a_failure_counts(
     assert (found["outages"], found["score"]) == (1, 2.0)
     monkeypatch.setenv("UNBROKEN_LEDGER", str(tmp_path / "gone"))
     keep_results(results)
+
+
+@pytest.mark.parametrize("place", ["", "/GPU-1", " ", "n7\x1b[31m", "n" * 300])
+def test_what_is_no_name_of_a_node_is_refused(run: Run, folder: Path, place: str) -> None:
+    assert run("cordon", place, "--cluster").exit_code == 2
+    assert not list(folder.iterdir()), "all readers would report it as damaged"
