@@ -337,12 +337,21 @@ class Mirrors:
             newest: dict[str, float] = {}
             for (owner, _), mirror in self._whole.items():
                 newest[owner] = max(newest.get(owner, 0.0), mirror.part.modified_at)
+            held = {at: self._arrived(*at) for at in self._whole}
+            for (owner, _), at in held.items():  # by this node's clock: the owner's may be wrong
+                newest[owner] = max(newest[owner], at)
             left = [at for at in self._whole if newest[at[0]] < before and at[0] not in self._busy]
             for at in left:
                 del self._whole[at]
                 self.changes += 1
         for owner, key in left:
             self._remove(self.home / folder_of(owner, key))
+
+    def _arrived(self, owner: str, key: SaveKey) -> float:
+        try:
+            return os.lstat(self.home / folder_of(owner, key) / MANIFEST).st_mtime
+        except OSError:
+            return 0.0
 
     def drop_all(self) -> None:
         """The run is over, and nobody will ask for one."""
@@ -359,6 +368,8 @@ class Mirrors:
 
     @staticmethod
     def _remove(folder: Path) -> None:
+        if folder.is_symlink():
+            return  # not made by us: what it leads to is not ours
         (folder / MANIFEST).unlink(missing_ok=True)  # first: what is half removed is not whole
         remove_ours(folder)
 
@@ -385,7 +396,7 @@ class Mirrors:
         """What an earlier mover left whole."""
         for owner in [entry.name for entry in os.scandir(self.home) if entry.is_dir(follow_symlinks=False)]:
             for entry in list(os.scandir(self.home / owner)):
-                mirror = _read_mirror(Path(entry.path))
+                mirror = _read_mirror(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else None
                 if mirror is None:
                     continue
                 part = mirror.part

@@ -524,6 +524,7 @@ class Mover:
             if now - self._gone[key] >= GONE_S:
                 self._publisher.drop(key)
         newest = max((one.modified_at for one in self._publisher.published()), default=0.0)
+        newest = min(newest, time.time())  # a file may have a time in the future, or its node a wrong clock
         self._mirrors.drop_left(newest - LEFT_S)
         for node in self._orders.gone:
             for key, at in self._publisher.staged_by(node).items():
@@ -532,12 +533,16 @@ class Mover:
         self._others = self._mirrors.of_other_jobs()
 
     def clear(self) -> None:
-        """The run is over, and its newest save is published: our other copies go. What the script wrote stays."""
+        """The run is over, and its newest save is published: our other copies go. What the script wrote stays. Where
+        that save is not in the shared folder as it was published, all stay."""
         try:
-            self._mirrors.drop_all()
-            for node in (self._setup.node, *self._orders.gone):
-                for key in self._publisher.staged_by(node):
-                    self._publisher.drop(key, node)
+            self._publisher.read_records()  # another node may have published it just now
+            newest = next(iter(self._publisher.published()), None)
+            if newest is not None and self._publisher.save_of(newest.key) is not None:
+                self._mirrors.drop_all()
+                for node in (self._setup.node, *self._orders.gone):
+                    for key in self._publisher.staged_by(node):
+                        self._publisher.drop(key, node)
         except OSError as error:
             log.warning("our copies cannot be removed: %s", _words(error))
         self._cleared = True

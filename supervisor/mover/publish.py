@@ -166,11 +166,14 @@ class Publisher:
             folders = [entry.path for entry in os.scandir(self._home) if entry.is_dir(follow_symlinks=False)]
         except FileNotFoundError:
             return {}
+        if self._home.is_symlink() or self._home.parent.is_symlink():
+            return {}  # not made by us
         found: dict[SaveKey, float] = {}
         for folder in folders:
             note = _read_note(Path(folder) / f"part-{node}.json")
             if note is not None:
-                there = (look(Path(folder) / "data", name) for name in note.files)
+                there = [look(Path(folder) / "data", name) for name in note.files]
+                there.append(look(Path(folder), f"part-{node}.json"))  # the node's own clock may be wrong
                 found[note.key] = max((about.st_mtime for about in there if about is not None), default=0.0)
         return found
 
@@ -395,6 +398,8 @@ def _read_note(path: Path) -> StagedPart | None:
 
 def _remove_files(data: Path, names: Sequence[str]) -> None:
     """Files of ours, and the folders that are empty then. Raises OSError."""
+    if data.is_symlink() or data.parent.is_symlink():
+        return  # not made by us: what it leads to is not ours
     for name in names:
         parts = checked(name)
         try:

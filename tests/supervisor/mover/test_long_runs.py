@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from recovery.checkpoint import Checkpoint
-from recovery.tiers import BringBack, NodeTiers, PartSource, Save, SaveKey, join
+from recovery.tiers import BringBack, NodeTiers, PartSource, Save, SaveKey, bring_back, join
 from supervisor.mover.copying import NewFile, checksum, need_room
 from supervisor.mover.parts import STILL_S, LocalParts
 from supervisor.mover.peer import Mirrors, PeerServer
@@ -265,8 +265,12 @@ def test_mirrors_of_a_node_that_mirrors_elsewhere_go_once_newer_saves_are_publis
     assert b.mover.mirror()
     a.mover.tidy(0.0)
     assert [part.owner for part in a.look().mirrors] == ["b"]
-    save = Save(name="step-20", format="dcp", step=20, modified_at=10_000.0)
+    save = Save(name="step-20", format="dcp", step=20, modified_at=time.time() + 10 * LEFT_S)
     a.mover._publisher._keep(PublishRecord(save=save, state="whole", at=10_000.0))
+    a.mover.tidy(0.0)
+    assert [part.owner for part in a.look().mirrors] == ["b"], "it came just now, whatever clocks and files say"
+    (manifest,) = a.mover._mirrors.home.glob("b/*/manifest.json")
+    os.utime(manifest, (1000, 1000))
     a.mover.tidy(0.0)
     assert a.look().mirrors == ()
     assert not list((a.mover._mirrors.home / "b").iterdir())
@@ -280,6 +284,13 @@ def test_staged_files_of_a_lost_node_go_once_much_newer_saves_are_published(node
             os.utime(path, (1000, 1000))
     b.look()
     assert b.mover.stage()
+    (note,) = (a.folder.parent / "shared/.unbroken-publishing").glob("*/*/part-b.json")
+    save = Save(name="step-20", format="dcp", step=20, modified_at=1001.0 + LEFT_S)
+    a.mover._publisher._keep(PublishRecord(save=save, state="whole", at=1.0))
+    a.look(paths=(), gone=("b",))
+    a.mover.tidy(0.0)
+    assert staged_files(a) == {"__1_0.distcp"}, "it came just now, whatever the clock of b says"
+    os.utime(note, (1000, 1000))
     save = Save(name="step-20", format="dcp", step=20, modified_at=1000.0 + LEFT_S)
     a.mover._publisher._keep(PublishRecord(save=save, state="whole", at=1.0))
     a.look(paths=(), gone=("b",))
@@ -322,6 +333,57 @@ def test_after_a_good_end_only_what_the_script_wrote_and_what_is_published_is_le
     assert staged_files(a) == set()
     assert content_of(a.folder) == written
     assert {name.split("/")[0] for name in published(a)} == {"step-20"}
+    c = node("c")  # the run is started again on another node
+    c.look()
+    c.mover._publisher.read_records()
+    told = {"c": c.mover.status().tiers}
+    back = bring_back(join(told, {"c"}, set()), "step-20", told, {"c": "127.0.0.1"})
+    assert back is not None
+    c.mover.bring(back, 1)
+    assert c.mover.status().bring_problem == ""
+    assert content_of(c.folder) == published(a)
+
+
+def test_where_the_newest_is_not_there_as_it_was_published_no_copy_goes(node: Nodes) -> None:
+    a, b = node("a"), node("b")
+    dcp([a, b], 10)
+    for one, peer in ((a, b), (b, a)):
+        one.look(peer=peer.source())
+        while one.mover.mirror() or one.mover.stage():
+            pass
+    a.look(over=True), a.mover.clear()
+    assert a.mover.status().cleared
+    assert a.look().mirrors, "nothing is published"
+    a.look(over=False, commit=(save_of([a, b]),))
+    assert a.mover.commit()
+    shutil.rmtree(a.folder.parent / "shared/step-10")
+    a.look(over=True), a.mover.clear()
+    assert a.look().mirrors
+
+
+def test_a_link_where_a_copy_is_expected_leads_to_no_removal(node: Nodes, tmp_path: Path) -> None:
+    a, b, c = node("a"), node("b"), node("c")
+    dcp([a, b], 10)
+    for one, peer in ((a, b), (b, a)):
+        one.look(peer=peer.source())
+        while one.mover.mirror() or one.mover.stage():
+            pass
+    mirror = next(path.parent for path in a.mover._mirrors.home.glob("*/*/manifest.json"))
+    elsewhere = tmp_path / "elsewhere"
+    mirror.rename(elsewhere)
+    mirror.symlink_to(elsewhere)
+    before = content_of(elsewhere)
+    a.mover._mirrors.drop_all()
+    assert content_of(elsewhere) == before
+    assert Mirrors(a.folder, a.mover._mirrors.home.name).parts == (), "nor is it used"
+    (data,) = (tmp_path / "shared/.unbroken-publishing").glob("*/*/data")
+    staged = tmp_path / "staged"
+    data.rename(staged)
+    data.symlink_to(staged)
+    before = content_of(staged)
+    for key in c.mover._publisher.staged_by("a"):
+        c.mover._publisher.drop(key, "a")
+    assert content_of(staged) == before
 
 
 def test_what_other_jobs_have_left_is_told(node: Nodes) -> None:
