@@ -233,6 +233,7 @@ class QuarantineRecord(Frozen, frozen=True, kw_only=True):
     """Where it was."""
     moved_to: str = ""
     why: str = ""
+    """Of a `pointer`: only where no rollback, or torn checkpoint, was the reason."""
     before: str | None = None
     """For `pointer` and `link`: its text or target before; None when there was none."""
     after: str | None = None
@@ -738,7 +739,7 @@ def _put_back_again(path: Path, bounds: Bounds) -> tuple[list[str], Path | None]
     undo(record)
     done = [f"{record.path} was put back from {record.moved_to}"]
     for pointer in read_records(folder):
-        if pointer.done in ("pointer", "link") and pointer.at >= record.at:
+        if pointer.done in ("pointer", "link") and pointer.at >= record.at and not pointer.why:  # else not of a rollback
             done += _pointed_back(pointer, bounds)
     return done, folder
 

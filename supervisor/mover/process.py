@@ -23,7 +23,7 @@ import msgspec
 from recovery.formats import inspect, inspect_part, load_formats
 from recovery.formats.files import SHARD_SUFFIX, step_in_name
 from recovery.formats.folders import read_pointer
-from recovery.quarantine import NotOurFolder, PreparationError, set_aside
+from recovery.quarantine import NotOurFolder, PreparationError, QuarantineRecord, keep_record, set_aside
 from recovery.tiers import (
     PARTS_REPORTED,
     SINGLE_FILES,
@@ -62,6 +62,7 @@ GONE_S: Final = 120.0
 """So long after the script has removed a save, what was staged of it is removed: nobody commits it any more."""
 LEFT_S: Final = 3600.0
 """Mirrors so much older than what is published, and their owner sends no newer ones: they are of no use."""
+SET_FORWARD: Final = "the checkpoint that it names was brought to this node"
 SET_BEFORE: Final = "replaced by the copy that all nodes of the next attempt have"
 
 log = logging.getLogger("unbroken.mover")
@@ -454,9 +455,14 @@ class Mover:
             return
         path = self._folder / tracker.name
         if os.path.lexists(path):
-            named = step_in_name(read_pointer(path) or "") if path.is_file() and not path.is_symlink() else None
+            before = read_pointer(path) if path.is_file() and not path.is_symlink() else None
+            named = step_in_name(before or "")
             if named is None or save.step is None or named >= save.step:
                 return
+            record = QuarantineRecord(
+                done="pointer", path=str(path), before=before, after=tracker.text, why=SET_FORWARD, at=time.time()
+            )
+            keep_record(path.parent, path.name, record)
         write_atomically(path, tracker.text.encode())
 
     # ----- publishing -----

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from recovery.formats import inspect
+from recovery.quarantine import read_records, undo
 from recovery.tiers import join
 from supervisor.mover.publish import Publisher
 from tests.conftest import Later
@@ -113,6 +114,10 @@ def test_it_is_published_and_brought_to_a_node_with_nothing(
     assert c.mover.status().bring_problem == ""
     assert content_of(c.folder / name) == content_of(shared / name)
     assert not tracker or (c.folder / tracker).read_text() == (a.folder / tracker).read_text()
+    for record in read_records(c.folder) if tracker else ():
+        undo(record)
+        assert "10" in (c.folder / tracker).read_text()
+    assert len(read_records(c.folder)) == bool(tracker)
     assert Publisher(shared, a.folder.parent / "job", "a").why_not_free(found.save) == ""
 
 
