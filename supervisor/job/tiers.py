@@ -87,20 +87,22 @@ class Tiers:
         if present != self._present:
             self._present, self._revision = present, self._revision + 1
         if self._saves[0] != self._revision:
-            numbers = self._members.keys() | {
-                part.attempt for report in self._reports.values() for part in (*report.parts, *report.mirrors)
-            }
-            opened = frozenset(number for number in numbers if self._is_open(number))
-            rested = frozenset(number for number in numbers - opened if self._has_rested(number))
-            settled = self._settled | {
-                part.key
-                for report in self._reports.values()
-                for part in (*report.parts, *report.mirrors)
-                if part.attempt in rested
-            }
-            joined = join(self._reports, present, settled, opened, numbers - opened - rested)
-            self._saves = (self._revision, joined)
+            self._saves = (self._revision, self._joined(present))
         return self._saves[1]
+
+    def _joined(self, present: frozenset[str]) -> list[JoinedSave]:
+        numbers = self._members.keys() | {
+            part.attempt for report in self._reports.values() for part in (*report.parts, *report.mirrors)
+        }
+        opened = frozenset(number for number in numbers if self._is_open(number))
+        rested = frozenset(number for number in numbers - opened if self._has_rested(number))
+        settled = self._settled | {
+            part.key
+            for report in self._reports.values()
+            for part in (*report.parts, *report.mirrors)
+            if part.attempt in rested
+        }
+        return join(self._reports, present, settled, opened, numbers - opened - rested)
 
     @property
     def _are_shared(self) -> bool:
@@ -118,7 +120,11 @@ class Tiers:
             for one in candidates:
                 first.setdefault(one.path, one)
             return list(first.values())
-        return [self._marked(one) for one in judged(candidates, self.saves(), self.folder)]
+        saves = self.saves()
+        left = frozenset(node.name for node in self._nodes if node.done) - self._present
+        if left:  # at its end a node leaves, and what it has is where it was
+            saves = self._joined(self._present | left)
+        return [self._marked(one) for one in judged(candidates, saves, self.folder)]
 
     def _marked(self, found: Checkpoint) -> Checkpoint:
         same = [one for one in self.saves() if self._out_of_use and f"{self.folder}/{one.save.name}" == found.path]

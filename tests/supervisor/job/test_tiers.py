@@ -409,3 +409,16 @@ def test_a_node_that_still_writes_its_part_is_waited_for(cluster: Cluster) -> No
     cluster.work_out()
     (save,) = cluster.of("a").tiers.commit
     assert save.owners == ("a", "b")
+
+
+def test_at_the_end_of_the_job_nodes_that_have_left_have_lost_nothing(cluster: Cluster) -> None:
+    cluster.save(10, mirrored=False)
+    cluster.driver.finish()
+    for node in "ab":
+        cluster.driver.tell(m.LauncherEnded, node=node, attempt=1, how="", code=0)
+    assert cluster.driver.job.is_over
+    cluster.rest("a", "b")
+    cluster.driver.tell(m.NodeDone, node="b")
+    cluster.driver.tell(m.NodeLost, node="b", silent_s=30.0)
+    (found,) = cluster.driver.job.tiers.judged(())
+    assert (found.path, found.complete, found.why) == (f"{HERE}/step-10", True, "")
