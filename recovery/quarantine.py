@@ -739,7 +739,7 @@ def _put_back_again(path: Path, bounds: Bounds) -> tuple[list[str], Path | None]
     undo(record)
     done = [f"{record.path} was put back from {record.moved_to}"]
     for pointer in read_records(folder):
-        if pointer.done in ("pointer", "link") and pointer.at >= record.at and not pointer.why:  # else not of a rollback
+        if pointer.done in ("pointer", "link") and pointer.at >= record.at and not pointer.why:
             done += _pointed_back(pointer, bounds)
     return done, folder
 
