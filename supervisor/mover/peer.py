@@ -337,9 +337,8 @@ class Mirrors:
             newest: dict[str, float] = {}
             for (owner, _), mirror in self._whole.items():
                 newest[owner] = max(newest.get(owner, 0.0), mirror.part.modified_at)
-            held = {at: self._arrived(*at) for at in self._whole}
-            for (owner, _), at in held.items():  # by this node's clock: the owner's may be wrong
-                newest[owner] = max(newest[owner], at)
+            for owner, key in self._whole:  # by this node's clock: the owner's may be wrong
+                newest[owner] = max(newest[owner], self._arrived(owner, key))
             left = [at for at in self._whole if newest[at[0]] < before and at[0] not in self._busy]
             for at in left:
                 del self._whole[at]
