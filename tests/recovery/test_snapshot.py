@@ -377,7 +377,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from recovery import snapshot
-base = torch.arange(800_000, dtype=torch.int64)
+base = torch.arange(4_000_000, dtype=torch.int64)
 parts = [torch.ones(n % 50) for n in range(100)]
 print("ready", flush=True)
 for line in sys.stdin:                       # a start: from this step on
