@@ -80,18 +80,26 @@ def run_worker(argv: list[str]) -> None:
     if local_dir and attempt and rank:
         prefix = os.path.join(local_dir, "attempts", attempt, f"rank{rank}")
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        record = import_record(prefix + ".imports") if is_first else None
+        record = import_record(prefix + ".imports", argv) if is_first else None
         clock = start_beacon(prefix, record)
         record_writes(prefix + ".writes", record.path if record is not None else "", clock)
     run_main(argv)
 
 
-def import_record(path: str) -> Any:
+def import_record(path: str, argv: list[str]) -> Any:
     """What tells the keeper of the script's imports; None in a rank that was not forked."""
     imports = sys.modules.get("_unbroken_imports")
     if imports is None or given is None:
         return None
-    return imports.ImportRecord(path, given, imports.installed_folders())
+    try:
+        folders = imports.installed_folders()
+        arguments = argv[2:] if argv[0] == "-m" else argv[1:]
+        changes = sibling("changes").ScriptChanges(folders, imports.standard_folders(), arguments)
+        changes.start()
+        return imports.ImportRecord(path, given, folders, changes)
+    except Exception as error:
+        print(f"unbroken: no record of imports: {error}", file=sys.stderr)
+        return None
 
 
 def start_beacon(prefix: str, record: Any = None) -> Any:

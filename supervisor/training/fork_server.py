@@ -51,6 +51,17 @@ HARMLESS_THREADS = ("jemalloc_bg_thd",)
 """pyarrow's allocator starts it when it is loaded. It has handlers for forks, and does without the thread in one."""
 READS_NAMES = {"fsspec.config": "FSSPEC", "networkx.utils.backends": "NETWORKX_"}
 """Who looks through all variables, and for which prefix."""
+READ_WHEN_USED = (
+    "CUDA_",
+    "NCCL_",
+    "TORCH_NCCL_",
+    "TOKENIZERS_PARALLELISM",
+    "HF_",
+    "TRANSFORMERS_",
+    "WANDB_",
+    "MASTER_",
+)
+"""Native libraries read these, if at all, when they are used; what reads them in Python is seen."""
 KNOWN_PATCHES = {("torch", "compile"), ("warnings", "formatwarning")}
 """Lightning's: they note arguments and shorten lines of warnings. No numbers come from them."""
 NO_TRIAL = ("tempfile.mkdtemp", "tempfile.mkstemp")
@@ -211,7 +222,7 @@ class ForkServer:
         new = {name: module for name, module in list(sys.modules.items()) if name not in had}
         self.judge(guard, looks, bindings, path, output)
         self.judge_modules(new, began)
-        self.judge_variables()
+        self.judge_variables(next((name for name, module in new.items() if is_native(name, module)), ""))
         sys.path[:] = path
         os.close(output)
         gc.collect()
@@ -293,7 +304,7 @@ class ForkServer:
         if theirs[-len(filters) :] != filters:
             raise Unfit("the script's filters of warnings came before those of the imports, or between them")
         self.warned = "".join(guard.warned)
-        if self.warned and (theirs != filters or len(self.warned) > MOST_WARNED):
+        if self.warned and (theirs != filters or self.record["filtered"] or len(self.warned) > MOST_WARNED):
             raise Unfit(f"the imports warn, and the script filters warnings: {self.warned[:200]}")
 
     def judge_modules(self, new: dict[str, Any], began: float) -> None:
@@ -315,7 +326,8 @@ class ForkServer:
         if fresh:
             raise Unfit(f"{fresh} was changed meanwhile")
 
-    def judge_variables(self) -> None:
+    def judge_variables(self, native: str) -> None:
+        """`native`: the first new library that is not written in Python. Nobody sees which variables it reads."""
         if Watched.everything:
             raise Unfit(f"{Watched.everything} reads all variables")
         theirs = {*self.record["changed_variables"]}
@@ -323,9 +335,13 @@ class ForkServer:
             raise Unfit(
                 f"the imports set {', '.join(sorted({*self.changed} - theirs))}, and the script does not have it"
             )
-        wrong = sorted(name for name in theirs - {*self.changed} if name in Watched.names or is_read(name))
+        early = {*self.record["early_variables"]}
+        wrong = sorted(name for name in early | (theirs - {*self.changed}) if name in Watched.names or is_read(name))
         if wrong:
             raise Unfit(f"the script changes variables that the imports read: {', '.join(wrong)}")
+        unseen = sorted(name for name in early if not name.startswith(READ_WHEN_USED))
+        if unseen and native:
+            raise Unfit(f"the script changes {', '.join(unseen)}, which {native} may read when it is loaded")
 
     def note_file(self, path: str) -> None:
         about = os.stat(path)
@@ -669,6 +685,11 @@ def inside(entry: str, folders: tuple[str, ...]) -> bool:
 def is_read(name: str) -> bool:
     """Libraries in C read these when they are loaded. Python has read its own when it was started."""
     return not name.startswith("PYTHON") and bool(surroundings.read_at_load({name: ""}, bootstrap.SHIM))
+
+
+def is_native(name: str, module: Any) -> bool:
+    file = imports.origin(name, module)
+    return file.endswith(".so") and inside(file, tuple(imports.installed_folders()))
 
 
 def module_of(finder: Any) -> str:

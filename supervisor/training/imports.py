@@ -56,11 +56,12 @@ def origin(name: str, module: Any) -> str:
 class ImportRecord:
     """Writes `path` when the script has stopped importing, and again after it has imported more."""
 
-    def __init__(self, path: str, given: Mapping[str, str], folders: list[str]) -> None:
-        """`given`: the environment that the script was started with."""
+    def __init__(self, path: str, given: Mapping[str, str], folders: list[str], changes: Any) -> None:
+        """`given`: the environment that the script was started with. `changes`: a `ScriptChanges` that has started."""
         self.path = path
         self.given = given
         self.folders = tuple(folders)
+        self.changes = changes
         self.count = self.told = self.still = self.writes = 0
 
     def look(self) -> None:
@@ -74,17 +75,23 @@ class ImportRecord:
                 file.write(data)
 
     def content(self) -> dict[str, Any]:
-        """`modules`: in the order in which they were begun. The rest is what the script may have changed before."""
+        """`modules`: in the order in which they were begun, up to where the script changed something before an import
+        (`left`: what). The rest is what the script may have changed before."""
         modules = [
             name
             for name, module in list(sys.modules.items())
-            if name not in keeper_has and os.path.realpath(origin(name, module)).startswith(self.folders)
+            if name in self.changes.safe
+            and name not in keeper_has
+            and os.path.realpath(origin(name, module)).startswith(self.folders)
         ]
         now = dict(os.environ)
         changed = {name for name in {*now, *self.given} if now.get(name) != self.given.get(name)}
         return {
             "modules": modules[:MOST_MODULES],
+            "left": self.changes.why,
             "changed_variables": sorted(name for name in changed if not name.startswith(OURS)),
+            "early_variables": sorted(name for name in self.changes.variables if not name.startswith(OURS)),
             "warning_filters": [str(one) for one in warnings.filters],
-            "path": [entry for entry in sys.path if isinstance(entry, str)],
+            "filtered": self.changes.filtered,
+            "path": list(dict.fromkeys(one for one in [*self.changes.path, *sys.path] if isinstance(one, str))),
         }

@@ -24,7 +24,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
 
 if TYPE_CHECKING:
-    from supervisor.training import bootstrap, clients, imports, members, surroundings, warm
+    from supervisor.training import bootstrap, changes, clients, imports, members, surroundings, warm
 else:  # under names that no script's import can meet
     _spec = importlib.util.spec_from_file_location(
         "_unbroken_bootstrap", os.path.join(os.path.dirname(os.path.realpath(__file__)), "bootstrap.py")
@@ -33,7 +33,7 @@ else:  # under names that no script's import can meet
     sys.modules[_spec.name] = bootstrap
     _spec.loader.exec_module(bootstrap)
     clients, members, surroundings = (bootstrap.sibling(name) for name in ("clients", "members", "surroundings"))
-    imports, warm = (bootstrap.sibling(name) for name in ("imports", "warm"))
+    imports, changes, warm = (bootstrap.sibling(name) for name in ("imports", "changes", "warm"))
 
 PRELOAD = ("torch", "torch.distributed", "torch.distributed.run")
 PRELOAD_IF_THERE = (
@@ -147,6 +147,9 @@ class Keeper:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         imports.keeper_has = frozenset(sys.modules)
+        with warnings.catch_warnings():  # names that are old warn when they are looked at
+            warnings.simplefilter("ignore")
+            changes.remember_keeper()
         gc.collect()
         gc.freeze()
         self.members.ready = True

@@ -94,6 +94,8 @@ class Warm:
         self.covered: frozenset[str] = frozenset()
         self.unsafe: frozenset[str] = frozenset()
         """What was tried and left something behind: not tried again, until ranks have imported more."""
+        self.left: tuple[str, ...] = ()
+        """What was logged of scripts that change something before they import."""
         self.failures = 0
         self.next_look = float("inf")
         self.off = os.environ.get("UNBROKEN_WARM", "") in ("0", "torch")
@@ -191,6 +193,9 @@ class Warm:
         except (OSError, ValueError, TypeError, KeyError):  # not there yet, or being written
             return
         self.record_version = version
+        if record.get("left") and record["left"] not in self.left:
+            self.left = (*self.left[-7:], record["left"])
+            self.keeper.log(f"what was imported from then on is left to the script: {str(record['left'])[:400]}")
         if modules <= self.unsafe:
             return
         self.record = record

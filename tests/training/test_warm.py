@@ -44,6 +44,7 @@ bootstrap = importlib.util.module_from_spec(spec)
 sys.modules[spec.name] = bootstrap
 spec.loader.exec_module(bootstrap)
 record = {"modules": ["pk_one"], "changed_variables": ["CHANGED_BY_SCRIPT", "PYTHONHASHSEED"], "path": []}
+record["early_variables"], record["filtered"] = ["CHANGED_EARLY"], False
 record["warning_filters"] = [str(one) for one in warnings.filters]
 channel = socket.socket(fileno=int(sys.argv[2]))
 become = types.SimpleNamespace(channel=channel, record=record, environ=dict(os.environ), argv=["/nowhere/train.py"])
@@ -255,6 +256,25 @@ def test_what_has_changed_on_disk_is_imported_again(site: Site) -> None:
     site.wait_ready()
     package(site.script.parent, "pk_edited", "X = 3")  # the script's own, from now on
     assert site.start()[0][0::3] == ["cold", "3"]
+
+
+@pytest.mark.parametrize(("before", "body", "left"), CASES["changed_before_an_import"])
+def test_what_the_script_changes_before_an_import(before: str, body: str, left: str, site: Site) -> None:
+    """As plain torchrun has it: `SEEN` is what the package met, in the first attempt and in the next."""
+    name = f"pk_changed{len(site.log)}"
+    package(site.packages, f"{name}_first", "def f(): return 0\nFLAG = False")
+    site.make(name, body, before.replace("FIRST", f"{name}_first"), shown=f"{name}.SEEN")
+    package(site.packages, name, body.replace("FIRST", f"{name}_first"))
+    logged = len(site.log)
+    first = site.start()[0]
+    if left:
+        until(lambda: left in site.log[logged:], 120, "it is left to the script")
+        record = json.loads((site.keeper.attempt_dir(site.attempt) / "rank0.imports").read_text())
+        assert name not in record["modules"] or left not in record["left"]
+    else:
+        site.wait_ready()
+    again = site.start()[0]
+    assert (again[0], again[3:]) == ("cold" if left else "warm", first[3:])
 
 
 def test_the_users_own_modules_are_never_imported_beforehand(site: Site) -> None:
