@@ -258,7 +258,13 @@ def test_what_has_changed_on_disk_is_imported_again(site: Site) -> None:
     assert site.start()[0][0::3] == ["cold", "3"]
 
 
-@pytest.mark.parametrize(("before", "body", "left"), CASES["changed_before_an_import"])
+CHANGES = CASES["changed_before_an_import"]
+
+
+@pytest.mark.parametrize(
+    ("before", "body", "left"),
+    [*CHANGES[:2], CHANGES[-1], *(pytest.param(*one, marks=pytest.mark.slow) for one in CHANGES[2:-1])],
+)
 def test_what_the_script_changes_before_an_import(before: str, body: str, left: str, site: Site) -> None:
     """As plain torchrun has it: `SEEN` is what the package met, in the first attempt and in the next."""
     name = f"pk_changed{len(site.log)}"
