@@ -8,6 +8,7 @@ Nothing of the script's is touched, and no code of it is called.
 
 from __future__ import annotations
 
+import atexit
 import locale
 import logging
 import os
@@ -48,6 +49,12 @@ def remember_keeper() -> None:
                 seen.add(id(value))
                 space = type.__dict__["__dict__"].__get__(value)
                 keeper_classes.append((f"{value.__module__}.{value.__qualname__}", space, dict(space)))
+
+
+def forget_keeper() -> None:
+    """Hold nothing of it any more: what is held longer than its module is destroyed when torch is gone already."""
+    keeper_modules.clear()
+    keeper_classes.clear()
 
 
 def noted_modules(names: Iterable[str]) -> Iterable[tuple[str, tuple[Any, Any, Names]]]:
@@ -206,9 +213,10 @@ class ScriptChanges:
 
     def start(self) -> None:
         folders, begun, give_up = self.folders, self._begun, self._give_up
+        atexit.register(self._end)
 
         def heard(event: str, args: tuple[Any, ...]) -> None:
-            if (event != "exec" and event != "import") or self.why:
+            if (event != "exec" and event != "import") or self.why or not self.pid:
                 return
             try:
                 if event == "exec":
@@ -228,8 +236,18 @@ class ScriptChanges:
 
     def _give_up(self, why: str) -> None:
         self.why = self.why or why[:300] or "unknown"
+        self._forget()
+
+    def _end(self) -> None:
+        """The script has ended: nothing that it imports from now on counts."""
+        self.pid = 0
+        self._forget()
+
+    def _forget(self) -> None:
         self.current = None
         self.packages.clear()
+        self.known.clear()
+        forget_keeper()
 
     def _begun(self, name: str, frame: Any) -> None:
         """An installed module is about to be loaded. Who asks for it: another one, or the script?"""

