@@ -30,10 +30,12 @@ import warnings
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
 
 if TYPE_CHECKING:
-    from supervisor.training import bootstrap, imports, members, surroundings
+    from supervisor.training import bootstrap, changes, imports, members, surroundings
 else:
     bootstrap = sys.modules["_unbroken_bootstrap"]
-    imports, members, surroundings = (bootstrap.sibling(name) for name in ("imports", "members", "surroundings"))
+    changes, imports, members, surroundings = (
+        bootstrap.sibling(name) for name in ("changes", "imports", "members", "surroundings")
+    )
 
 to_json = json.dumps
 """As it was before the imports."""
@@ -62,8 +64,6 @@ READ_WHEN_USED = (
     "MASTER_",
 )
 """Native libraries read these, if at all, when they are used; what reads them in Python is seen."""
-KNOWN_PATCHES = {("torch", "compile"), ("warnings", "formatwarning")}
-"""Lightning's: they note arguments and shorten lines of warnings. No numbers come from them."""
 NO_TRIAL = ("tempfile.mkdtemp", "tempfile.mkstemp")
 """A temporary file that a package makes when it is imported would be shared by all ranks."""
 DRIVERS = ("libcuda.so", "libnvidia-ml.so", "libamdhip64.so", "libze_loader.so")
@@ -289,7 +289,7 @@ class ForkServer:
         for what, value in state().items():
             if value != looks[what]:
                 raise Unfit(f"the imports change {what}: {str(looks[what])[:200]} -> {str(value)[:200]}")
-        patches = sorted(rebound(bindings) - KNOWN_PATCHES)
+        patches = sorted(rebound(bindings) - changes.KNOWN)
         if patches:
             raise Unfit(f"the imports replace {', '.join(map('.'.join, patches[:5]))}")
         try:
@@ -556,7 +556,7 @@ def state() -> dict[str, Any]:
         "limits": surroundings.limits(),
         "torch's random numbers": torch.get_rng_state().tolist() if torch is not None else None,
         "numpy's random numbers": numpy_random.get_state()[1].tolist() if numpy_random is not None else None,
-        "settings of torch": torch_settings(torch) if torch is not None else None,
+        "settings of torch": changes.torch_settings(torch) if torch is not None else None,
         "streams": [
             (getattr(sys, name), getattr(sys, f"__{name}__"), *map(str, settings_of(getattr(sys, name))))
             for name in ("stdin", "stdout", "stderr")
@@ -575,23 +575,6 @@ def state() -> dict[str, Any]:
 
 def settings_of(stream: Any) -> list[Any]:
     return [getattr(stream, name, None) for name in ("line_buffering", "write_through", "encoding", "errors", "buffer")]
-
-
-def torch_settings(torch: Any) -> list[Any]:
-    backends = torch.backends
-    return [
-        torch.get_num_threads(),
-        torch.get_num_interop_threads(),
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch._C._get_cublas_allow_tf32(),
-        torch._C._get_cudnn_allow_tf32(),
-        (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
-        torch.get_flush_denormal() if hasattr(torch, "get_flush_denormal") else None,
-        torch.multiprocessing.get_sharing_strategy() if hasattr(torch, "multiprocessing") else None,
-    ]
 
 
 def driver_is_mapped(torch: Any) -> bool:
@@ -661,17 +644,8 @@ def rebound(before: list[tuple[str, Any, dict[str, Any]]]) -> set[tuple[str, str
         (name, key)
         for name, space, values in before
         for key, value in values.items()
-        if key in space and space[key] is not value and not hidden_from_compiler(space[key], value)
+        if key in space and space[key] is not value and not changes.wraps_for_compiler(space[key], value)
     }
-
-
-def hidden_from_compiler(now: Any, before: Any) -> bool:
-    """The same function in a wrapper of torch's, into which torch.compile does not look. `torch.compile` at the top of
-    a module, as torchtitan has it, puts some of torch's own functions into one."""
-    try:
-        return object.__getattribute__(now, "__dict__").get("_torchdynamo_orig_callable") is before
-    except AttributeError:
-        return False
 
 
 def difference(before: dict[str, str], after: dict[str, str]) -> dict[str, str | None]:

@@ -98,17 +98,22 @@ def test_the_simulation_gives_orders_and_starts_jobs_again(world: Any) -> None:
     assert any(w.lives for w in worlds)
 
 
-def _taken_back(world: Any, seed: int, **how: Any) -> Any:
-    """The loss goes wrong again and again, and operators go back and forth; then it comes to its end."""
-    w = world(seed, loss_guard="enforce", **how)
+def _to_its_end(w: Any, seed: int) -> Any:
+    """Among all other faults, to a good end that replays to the same decisions."""
     w.verdicts, w.fingerprints, w.curable = CURABLE, ("",), True
-    w.rates = {**ROUGH, "go_back": 0.1}
     w.target = 1500
     w.run(9000.0)
     assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
     assert w.ended.state == "succeeded", f"seed {seed}: {w.ended}"
     w.check_replay()
     return w
+
+
+def _taken_back(world: Any, seed: int, **how: Any) -> Any:
+    """The loss goes wrong again and again, and operators go back and forth."""
+    w = world(seed, loss_guard="enforce", **how)
+    w.rates = {**ROUGH, "go_back": 0.1}
+    return _to_its_end(w, seed)
 
 
 def test_rollbacks_never_resume_from_what_is_too_new(world: Any) -> None:
@@ -116,16 +121,10 @@ def test_rollbacks_never_resume_from_what_is_too_new(world: Any) -> None:
 
 
 def _worn(world: Any, seed: int, **how: Any) -> Any:
-    """Devices fail and degrade, and operators have nodes swapped, among all other faults; then it comes to its end."""
+    """Devices fail and degrade, and operators have nodes swapped."""
     w = world(seed, swap_mode="automatic", **how)
-    w.verdicts, w.fingerprints, w.curable = CURABLE, ("",), True
     w.rates = {**ROUGH, "wear": 0.1}
-    w.target = 1500
-    w.run(9000.0)
-    assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
-    assert w.ended.state == "succeeded", f"seed {seed}: {w.ended}"
-    w.check_replay()
-    return w
+    return _to_its_end(w, seed)
 
 
 def test_nodes_that_degrade_leave_and_the_job_comes_to_its_end(world: Any) -> None:
