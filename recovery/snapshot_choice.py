@@ -49,6 +49,20 @@ class NodeSnapshot(Frozen, frozen=True, kw_only=True, order=True):
     """When the last of them was written."""
 
 
+class SnapshotPart(Frozen, frozen=True, kw_only=True, order=True):
+    """A copy of what the ranks of one node held."""
+
+    attempt: int
+    step: int
+    world: int
+    first_rank: int
+    ranks: int
+    owner: str
+    """The node that wrote it."""
+    at: float = 0.0
+    size_bytes: int = 0
+
+
 class ReplicasCompared(Frozen, frozen=True, kw_only=True):
     """Replicated tensors that are not the same on all ranks of a group."""
 

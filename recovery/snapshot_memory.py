@@ -168,7 +168,7 @@ class Slot:
         """None where the slot holds no whole snapshot."""
         try:
             page = os.pread(self.descriptor, PAGE, 0)
-            return _header(page, os.fstat(self.descriptor).st_size)
+            return read_header(page, os.fstat(self.descriptor).st_size)
         except (OSError, ValueError, TypeError):
             return None
 
@@ -216,7 +216,8 @@ def _checked(page: bytes, sequence: int = 0) -> bytes:
     return text if whole and zlib.crc32(text) == checksum else b""
 
 
-def _header(page: bytes, length: int) -> Optional[Header]:  # noqa: UP045
+def read_header(page: bytes, length: int) -> Optional[Header]:  # noqa: UP045
+    """Of a slot, or a copy of one, of this length. Raises ValueError, TypeError."""
     text = _checked(page)
     if not text:
         return None

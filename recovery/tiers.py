@@ -15,6 +15,7 @@ import msgspec
 
 from diagnosis.signals import Frozen
 from recovery.checkpoint import OF_OTHERS, POINTER, Checkpoint
+from recovery.snapshot_choice import SnapshotPart
 
 MIRRORS: Final = ".unbroken-mirrors"
 """In the folder that the script writes to: our copies of other nodes' parts, and our notes."""
@@ -128,6 +129,8 @@ class NodeTiers(Frozen, frozen=True, kw_only=True):
     others_bytes: int = 0
     rested: int = 0
     """The newest attempt after whose end the mover looked: nothing of it will be added."""
+    snapshots: tuple[SnapshotPart, ...] = ()
+    """Copies in memory: of its own ranks' snapshots, and of other nodes'."""
 
 
 # ----- the saves of all nodes -----
@@ -394,6 +397,33 @@ class PartSource(Frozen, frozen=True, kw_only=True):
     tls: bool = False
 
 
+class SnapshotBring(Frozen, frozen=True, kw_only=True):
+    """Before ranks start: have the snapshots of these ranks in this node's memory."""
+
+    attempt: int
+    step: int
+    world: int
+    first_rank: int
+    ranks: int
+    size_bytes: int
+    sources: tuple[PartSource, ...] = ()
+
+
+class SnapshotOrders(Frozen, frozen=True, kw_only=True):
+    """What a node is asked to do with snapshots."""
+
+    attempt: int = 0
+    from_step: int = 0
+    """Copy the first snapshot of this attempt that has this step or a later one."""
+    first_rank: int = 0
+    ranks: int = 0
+    """This node's; 0: nothing is to be copied."""
+    world: int = 0
+    keep: tuple[tuple[int, int], ...] = ()
+    """Attempts and steps of older copies that are still needed."""
+    bring: SnapshotBring | None = None
+
+
 class TierOrders(Frozen, frozen=True, kw_only=True):
     """What a node is asked to do with checkpoints."""
 
@@ -407,6 +437,8 @@ class TierOrders(Frozen, frozen=True, kw_only=True):
     """Nodes that had parts, and are lost."""
     drained: bool = False
     """Nothing is left to be published: at the end nobody waits."""
+    snapshots: SnapshotOrders | None = None
+    """What is asked of it for snapshots in memory; None: they are not mirrored."""
 
 
 class BringBack(Frozen, frozen=True, kw_only=True):

@@ -120,6 +120,15 @@ class CheckpointSettings(msgspec.Struct, frozen=True, kw_only=True):
             see="checkpoints.md#checkpoints-on-the-nodes-own-disks",
         ),
     ] = ""
+    mirror_snapshots: Annotated[
+        bool,
+        _knob(
+            "With `checkpoint.publish_to`: copy snapshots in memory to the memory of another node. Takes up to four"
+            " times the memory of a node's snapshots.",
+            "job",
+            see="snapshots.md#mirrors",
+        ),
+    ] = False
 
 
 class HangSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -318,6 +327,7 @@ ENVIRONMENT = {
     "run.kernel_log": "UNBROKEN_KERNEL_LOG",
     "run.site_file": "UNBROKEN_SITE",
     "run.quiet": "UNBROKEN_QUIET",
+    "checkpoint.mirror_snapshots": "UNBROKEN_MIRROR_SNAPSHOTS",
     "hang.patience_s": "UNBROKEN_PATIENCE_S",
     "hang.factor": "UNBROKEN_PATIENCE_FACTOR",
     "hang.off": "UNBROKEN_PATIENCE_OFF",

@@ -75,6 +75,8 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     """Ranks make a trace when they are asked (`unbroken run --traceable`)."""
     ledger: Literal["", "propose", "cordon"] = ""
     """What becomes of a node with a proven hardware fault in the ledger of all jobs; empty: there is none."""
+    mirror_snapshots: bool = False
+    """Snapshots in memory are copied to a peer's memory."""
 
 
 class StoreOffer(Frozen, frozen=True, kw_only=True):
@@ -660,6 +662,13 @@ class ReplicasDiffer(Event, frozen=True, kw_only=True, tag="replicas_differ"):
     """Its step, if this attempt wrote it."""
 
 
+class SnapshotSeen(Event, frozen=True, kw_only=True, tag="snapshot_seen"):
+    """All ranks have written a snapshot of this step. Told now and then, where snapshots are mirrored."""
+
+    attempt: int
+    step: int
+
+
 class SpaceSeen(Event, frozen=True, kw_only=True, tag="space_seen"):
     """Whether a node's disks have room, while the job waits for it; sent when that has changed."""
 
@@ -867,6 +876,7 @@ AnyEvent = (
     | NumbersSeen
     | LossSeen
     | ReplicasDiffer
+    | SnapshotSeen
     | SpaceSeen
     | StopRequested
     | NodeDone

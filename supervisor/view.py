@@ -169,6 +169,16 @@ class TierView(Frozen, frozen=True, kw_only=True):
     modified_at: datetime.datetime
 
 
+class SnapshotMirrorView(Frozen, frozen=True, kw_only=True):
+    """A snapshot in memory that the loss of one node leaves."""
+
+    attempt: int
+    step: int
+    ranks: int
+    at: datetime.datetime
+    """When it was written."""
+
+
 class LeftView(Frozen, frozen=True, kw_only=True):
     """Mirrors that other jobs have left on a node's disk: this one does not use them, and does not remove them."""
 
@@ -334,6 +344,8 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """Only with `--publish-to`: what is local, mirrored, published."""
     left: tuple[LeftView, ...] | msgspec.UnsetType = msgspec.UNSET
     """Only where there is some: what other jobs have left on the nodes' disks."""
+    mirrored_snapshot: SnapshotMirrorView | msgspec.UnsetType = msgspec.UNSET
+    """Only where there is one: the newest snapshot of which other nodes have copies in memory."""
     hung: HungView | None = None
     """A diagnosed hang that lasts: also one whose restart waits for an operator."""
     swaps: tuple[SwapView, ...] | msgspec.UnsetType = msgspec.UNSET

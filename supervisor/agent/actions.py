@@ -334,6 +334,9 @@ class ActionRunner:
                 if not await self._bring(assignment.tiers.bring):
                     return  # the ranks of this node would start from another step than the others
                 await self._checkpoints.scan_now()
+            snapshots = assignment.tiers.snapshots if assignment.tiers is not None else None
+            if snapshots is not None and snapshots.bring is not None:
+                await self._mover.bring_snapshot(snapshots.bring)
         if not await self._carry_out(tuple(step for step in assignment.prepare if step not in back)):
             return
         self._state.prepare_error = ""

@@ -206,6 +206,7 @@ class HeartbeatBuilder:
         if offer is None:
             return None
         host = offer.host or self._link.address or "127.0.0.1"
+        self._snapshots.look()  # some may just have been brought
         return msgspec.structs.replace(offer, host=host, snapshots=of_node(self._snapshots.held))
 
     def _samples(self, attempt: int) -> tuple[RankSample, ...]:

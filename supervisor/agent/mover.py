@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from recovery.tiers import BringBack, NodeTiers, NotBrought, SaveKey
+from recovery.tiers import BringBack, NodeTiers, NotBrought, SaveKey, SnapshotBring, SnapshotOrders
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.state import AgentState
 from supervisor.config import NodePlan
@@ -26,6 +26,9 @@ from supervisor.paths import daemon_argv
 LINE_LIMIT: Final = 32 << 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Between two starts of a mover that ends by itself."""
+SNAPSHOT_S, LONGEST_SNAPSHOT_S = 20.0, 300.0
+"""To bring snapshots may take so long and the time for their size, at most so long."""
+SNAPSHOT_ENDS_S: Final = 5.0
 REST_S: Final = 20.0
 """So long the look after the end of all ranks is waited for."""
 BRING_S: Final = 1700.0
@@ -174,6 +177,7 @@ class MoverRunner:
             peer=tiers.peer if tiers is not None else None,
             commit=tiers.commit if tiers is not None else (),
             gone=tiers.gone if tiers is not None else (),
+            snapshots=_without_bring(tiers.snapshots if tiers is not None else None),
         )
         self._tell()
 
@@ -214,6 +218,33 @@ class MoverRunner:
         self._state.notices.show(f"{key.name} could not be brought back to this node: {problem}")
         self._state.wakeup.set()
         return f"{key.name} could not be brought back: {problem}"
+
+    async def bring_snapshot(self, wanted: SnapshotBring) -> None:
+        """Have the snapshots that ranks may start from in this node's slots; else they are not offered.
+
+        Afterwards nobody writes to the slots: a mover that does not say so is ended.
+        """
+        if self._setup is None:
+            return
+        number = 1 + max(self._orders.bring_snapshot_number, self.status.brought_snapshot if self.status else 0)
+        self._orders = msgspec.structs.replace(self._orders, bring_snapshot=wanted, bring_snapshot_number=number)
+        limit_s = min(SNAPSHOT_S + 2 * wanted.size_bytes / BRING_RATE, LONGEST_SNAPSHOT_S)
+        done = await self._until(lambda status: status.brought_snapshot >= number, limit_s)
+        self._orders = msgspec.structs.replace(self._orders, bring_snapshot=None)
+        self._tell()
+        problem = self.status.bring_snapshot_problem if self.status is not None else ""
+        if not done:
+            problem = f"it takes too long: more than {limit_s:.0f} s"
+            if not await self._until(lambda status: status.brought_snapshot >= number, SNAPSHOT_ENDS_S):
+                await self._end_process()
+        if problem:
+            self._state.notices.show(f"the snapshots of step {wanted.step} could not be brought here: {problem}")
+
+    async def _end_process(self) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
 
     def has_reported(self, wanted: BringBack) -> bool:
         """The controller knows that this node cannot get it."""
@@ -325,6 +356,10 @@ class MoverRunner:
         return True
 
 
+def _without_bring(orders: SnapshotOrders | None) -> SnapshotOrders | None:
+    return None if orders is None else msgspec.structs.replace(orders, bring=None)
+
+
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count else "nothing"
 
@@ -345,4 +380,5 @@ def setup_of(plan: NodePlan) -> MoverSetup | None:
         tls_cert=settings.controller.tls_cert,
         tls_key=settings.controller.tls_key,
         tls_ca=settings.controller.tls_ca,
+        snapshot_files=plan.snapshot_files if spec.mirror_snapshots else (),
     )

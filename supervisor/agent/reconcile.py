@@ -11,7 +11,8 @@ import math
 import re
 
 from diagnosis.signals import Frozen, from_wait_status, signal_name
-from recovery.tiers import why_bad_save
+from recovery.snapshot_memory import MAX_LOCAL_RANKS
+from recovery.tiers import SnapshotOrders, why_bad_save
 from supervisor.keeper_client import KeeperState
 from supervisor.messages import Assignment, LauncherState, Round
 
@@ -33,6 +34,7 @@ FOLDERS = 64
 PREPARATIONS = 256
 SOURCES = 65_536
 NOTICES = 10_000
+KEPT_SNAPSHOTS = 16
 SKIPPED_BATCHES = 1_000_000
 STOP_SIGNALS = frozenset({"SIGINT", "SIGTERM"})
 _TRACE_NAME = re.compile(r"[a-z0-9]{4,16}")
@@ -115,11 +117,28 @@ def _tiers(assignment: Assignment) -> str:
     bring = tiers.bring
     sources = (*(bring.sources if bring is not None else ()), *([tiers.peer] if tiers.peer is not None else ()))
     saves = (*tiers.commit, *([bring.save] if bring is not None else ()))
+    snapshots = tiers.snapshots.bring if tiers.snapshots is not None else None
+    sources = (*sources, *(snapshots.sources if snapshots is not None else ()))
+    if why := _snapshots(tiers.snapshots):
+        return why
     if len(sources) > SOURCES or len(saves) > FOLDERS:
         return "it names too many checkpoints, or nodes that have them"
     if not all(_HOST.fullmatch(source.address) and 0 < source.port < 65536 for source in sources):
         return "a node that has checkpoints has no address"
     return next((why for save in saves if (why := why_bad_save(save))), "")
+
+
+def _snapshots(orders: SnapshotOrders | None) -> str:
+    bring = orders.bring if orders is not None else None
+    asked = [] if orders is None else [(orders.first_rank, orders.ranks, orders.world)]
+    asked += [] if bring is None else [(bring.first_rank, bring.ranks, bring.world)]
+    if not all(
+        0 <= first <= RANKS and 0 <= ranks <= MAX_LOCAL_RANKS and 0 <= world <= RANKS for first, ranks, world in asked
+    ):
+        return "it names impossible ranks for snapshots"
+    if (orders is not None and len(orders.keep) > KEPT_SNAPSHOTS) or (bring is not None and bring.size_bytes < 0):
+        return "its snapshots are impossible"
+    return ""
 
 
 def is_absolute_path(path: str) -> bool:

@@ -129,6 +129,9 @@ def checkpoints(answer: dict[str, Any]) -> None:
         parts.append(Text(restart_line(answer["restart"])))
         if answer["restart"].get("after_node_loss"):
             parts.append(Text(f"if a node were lost, {restart_line(answer['restart']['after_node_loss'])}"))
+    if held := answer.get("mirrored_snapshot"):
+        age = seconds(max(0.0, (now - _time(held["at"])).total_seconds()))
+        parts.append(Text(f"snapshot in memory: step {held['step']} mirrored to other nodes ({age} old)"))
     if not answer["checkpoints"]:
         parts.append(Text(f"job {answer['name'] or '?'}: no checkpoint has been seen"))
     else:
@@ -232,6 +235,9 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     if answer.get("snapshot") and not answer["outcome"]:
         held = answer["snapshot"]
         parts.append(Text(f"in memory: step {held['step']} on all {held['ranks']} ranks ({clock(held['at'])})"))
+    if answer.get("mirrored_snapshot") and not answer["outcome"]:
+        held = answer["mirrored_snapshot"]
+        parts.append(Text(f"in memory of other nodes as well: step {held['step']} ({clock(held['at'])})"))
     if not answer["outcome"]:
         parts.append(Text(_controller(answer)))
     else:

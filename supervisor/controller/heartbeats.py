@@ -11,7 +11,7 @@ import dataclasses
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from diagnosis.hang import watch as hang
@@ -50,6 +50,8 @@ LOSS_CHANGES_S = 10.0
 """What is wrong with the loss, or that it is well again, changes at most so often."""
 LOSS_AGAIN_S = 60.0
 """A loss that is wrong is told again after so long: the job may have been busy with something else."""
+SNAPSHOT_EVERY_S = 5.0
+"""Which snapshot all ranks have written is told at most so often, and only where snapshots are mirrored."""
 CLOCK_SLACK_S = 2.0
 """More than the time between two heartbeats: what moved until the silence began does not move on in it."""
 COMPLAIN_EVERY_S = 10.0
@@ -134,9 +136,12 @@ class _Count(NamedTuple):
 
 
 class HeartbeatEvents:
-    """`skew`: what `VersionsCompared` said before (`Job.skew`)."""
+    """`skew`: what `VersionsCompared` said before (`Job.skew`). `mirrors`: whether snapshots are mirrored."""
 
-    def __init__(self, skew: tuple[Difference, ...] = ()) -> None:
+    def __init__(self, skew: tuple[Difference, ...] = (), mirrors: Callable[[], bool] = lambda: False) -> None:
+        self._mirrors = mirrors
+        self._snapshot_told: tuple[tuple[int, int], float] = ((0, -1), -math.inf)
+        """Attempt and step of the newest one that was told, and when."""
         self._watch = hang.HangWatch()
         self._stragglers = StragglerWatch()
         self._inputs = InputWatch()
@@ -326,6 +331,7 @@ class HeartbeatEvents:
         if beat.snapshots is not None:
             self._snapshots[beat.node] = beat.snapshots
             self._compare_replicas(beat.snapshots, now, events)
+            self._tell_snapshot(now, events)
         if beat.tiers is not None:
             events.append(m.TiersSeen(at=now, node=beat.node, tiers=beat.tiers))
         if beat.stop_request and beat.stop_request != seen.stop_request:
@@ -351,6 +357,15 @@ class HeartbeatEvents:
                 self._watch.note_stacks(now, piece.stacks)
                 self._watch.note_flights(now, piece.flights)
                 events.append(m.EvidenceArrived(at=now, evidence=piece))
+
+    def _tell_snapshot(self, now: float, events: list[m.AnyEvent]) -> None:
+        told, at = self._snapshot_told
+        if now - at < SNAPSHOT_EVERY_S or not self._mirrors():
+            return
+        newest = self.snapshot
+        if newest is not None and (newest.attempt, newest.step) != told:
+            self._snapshot_told = (newest.attempt, newest.step), now
+            events.append(m.SnapshotSeen(at=now, attempt=newest.attempt, step=newest.step))
 
     def _compare_replicas(self, held: tuple[RankSnapshot, ...], now: float, events: list[m.AnyEvent]) -> None:
         for one in self._replicas.observe(held):

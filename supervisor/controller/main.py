@@ -182,7 +182,11 @@ def build(
     def loop_of(journal: Journal, history: History) -> ControlLoop:
         job = Job()
         unheard_s = UNHEARD_S if restarted else UNHEARD_AFRESH_S
-        loop = ControlLoop(job, lambda: HeartbeatEvents(job.skew), journal, history, live_view, unheard_s, requeues)
+
+        def watch() -> HeartbeatEvents:
+            return HeartbeatEvents(job.skew, lambda: job.core.spec.mirror_snapshots)
+
+        loop = ControlLoop(job, watch, journal, history, live_view, unheard_s, requeues)
         asks = opinion_queue(job, loop.post, loop.clock.now, job_dir, settings.opinion, training_python)
         loop.opinion_wanted, loop.ask_model = asks.wanted, asks.want
         return loop

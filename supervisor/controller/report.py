@@ -313,6 +313,8 @@ def _tell_more(event: m.AnyEvent) -> tuple[str, bool]:
         case m.ReplicasDiffer():
             who = f"not on {rank_names(event.odd)}" if event.odd else "on no majority of them"
             return f"replicas at step {event.step}: the same {who}", False
+        case m.SnapshotSeen():
+            return f"all ranks hold a snapshot of step {event.step}", True
         case m.VersionsCompared():
             return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
         case m.StopRequested():

@@ -159,7 +159,11 @@ class Assignments:
         own = msgspec.structs.replace(
             common,
             node=node.name,
-            tiers=tiers.orders(node.name, attempt.bring if forming and attempt is not None else None),
+            tiers=tiers.orders(
+                node.name,
+                attempt.bring if forming and attempt is not None else None,
+                self._attempts.snapshot_orders(node.name),
+            ),
             role="member" if member else "excluded" if cordoned else "spare",
             stage=stage,
             prepare=attempt.prepare if attempt is not None and prepares else (),

@@ -34,7 +34,8 @@ from recovery.checkpoint import (
 )
 from recovery.snapshot_choice import NodeSnapshot, common
 from recovery.snapshot_choice import choose as choose_snapshot
-from recovery.tiers import BringBack
+from recovery.snapshot_mirrors import Mirrored, of_all, to_bring
+from recovery.tiers import BringBack, SnapshotOrders
 from supervisor import messages as m
 from supervisor.job.core import (
     CloseFailures,
@@ -55,6 +56,7 @@ from supervisor.job.core import (
     WantsAnd,
     cancel,
 )
+from supervisor.job.mirrors import SnapshotMirrors
 from supervisor.job.nodes import Nodes
 from supervisor.job.tiers import Tiers
 from supervisor.messages import CheckpointsSeen, Round, SpaceSeen, SpaceWanted, StoreOffer
@@ -430,6 +432,8 @@ class Attempt:
     prepare: tuple[Preparation, ...] = ()
     bring: BringBack | None = None
     """What every member must have on its own disk before ranks start."""
+    restore: Mirrored | None = None
+    """What every member may have in memory before ranks start, from another node's."""
     preparer: str = ""
     """The member that does the preparations."""
     offers: dict[str, StoreOffer] = dataclasses.field(default_factory=dict)
@@ -639,6 +643,7 @@ class Attempts:
 
     def __init__(self, core: Core, nodes: Nodes, checkpoints: Checkpoints) -> None:
         self._core, self._nodes, self.checkpoints = core, nodes, checkpoints
+        self.mirrors = SnapshotMirrors(core, nodes, checkpoints.tiers)
         self.current: Attempt | None = None
         self.last_with_steps: Attempt | None = None
         """The newest attempt before this one that made steps."""
@@ -724,6 +729,7 @@ class Attempts:
             prepare=prepare,
             preparer=members[0] if members and prepare else "",
         )
+        self.current.restore = self._to_restore(members, resume)
         self.checkpoints.begin_attempt()
         self._nodes.begin_attempt()
         yield cancel("form", "start", "stood", "settle", "evidence", "finish", "again", "stacks", "silence")
@@ -796,6 +802,9 @@ class Attempts:
                 self._nodes.touch_members(changed)
             else:
                 self._nodes.touch_all()
+        if attempt is self.current and attempt.restore != (restore := self._to_restore(members, resume)):
+            attempt.restore = restore
+            self._nodes.touch_all()
         if renewed and not other and attempt is self.current:  # a source has gone, or answers at another port
             attempt.bring = bring
             self._nodes.touch_all()
@@ -851,7 +860,9 @@ class Attempts:
             yield OpenIncident("setup", attempt.prepare_error, now)
 
     def _form_limit_s(self) -> float:
-        return FORM_LIMIT_S + (BRING_LIMIT_S if self.current is not None and self.current.bring is not None else 0.0)
+        attempt = self.current
+        brings = attempt is not None and (attempt.bring is not None or attempt.restore is not None)
+        return FORM_LIMIT_S + (BRING_LIMIT_S if brings else 0.0)
 
     def launcher_ready(self, event: m.LauncherReady) -> Wants:
         """A launcher waits in rendezvous."""
@@ -924,6 +935,32 @@ class Attempts:
             self._snapshots_from = attempt.number
         trusted = [one for one in trusted if self.checkpoints.keeps(one)]
         return self._newer(trusted, attempt.resume.path, attempt.resume.step)
+
+    def _to_restore(self, members: Sequence[str], resume: Resume) -> Mirrored | None:
+        """The mirrored snapshot from which the next attempt may start, where a node was replaced."""
+        if self.checkpoints.rolls_back:
+            return None
+        found = to_bring(self.mirrors.candidates(), members, self._last_started)
+        if found is None or found.attempt < self._snapshots_from:
+            return None
+        held = of_all(found)
+        trusted = not self.checkpoints.is_suspect(held.at, held.step)
+        return found if trusted and self._newer((held,), resume.path, resume.step) is not None else None
+
+    def work_out_mirrors(self) -> None:
+        if self.current is not None:
+            self.mirrors.work_out(self._last_started)
+
+    def snapshot_orders(self, node: str) -> SnapshotOrders | None:
+        """What that node is asked to do with snapshots."""
+        attempt = self.current
+        if attempt is None:
+            return self.mirrors.orders(None, (), 0, None)
+        place = attempt.members.index(node) if node in attempt.member_set else None
+        formed = attempt.round is not None and attempt.all_offered
+        sizes = tuple(attempt.offers[name].local_world_size for name in attempt.members) if formed else ()
+        bring = attempt.restore if attempt.round is None else None
+        return self.mirrors.orders(place, sizes, self._last_started, bring)
 
     def _newer(self, held: Iterable[NodeSnapshot], path: str, step: int | None) -> NodeSnapshot | None:
         """The one of them that is newer than this checkpoint."""
@@ -1212,6 +1249,7 @@ class Attempts:
         """The scheduler has started the job again on other nodes; numbers count on."""
         self.end()
         self._places, self._gather_until = (), 0.0
+        self.mirrors.begin_life()
 
     def set_numbers_from(self, number: int) -> None:
         self.numbers_from = max(self.numbers_from, number)

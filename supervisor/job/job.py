@@ -256,6 +256,7 @@ class Job:
             m.NumbersSeen: self.degraded.numbers_seen,
             m.LossSeen: self.guard.seen,
             m.ReplicasDiffer: self.replicas.differ,
+            m.SnapshotSeen: self.attempts.mirrors.seen,
             m.PaceLearned: self._pace_learned,
             # people, the scheduler, the ledger, a language model
             m.OperatorCommand: self.operator.given,
@@ -659,6 +660,7 @@ class Job:
 
     def _tiers_due(self) -> Wants:
         yield from self.tiers.work_out()
+        self.attempts.work_out_mirrors()
         yield from self.swaps.checkpoints_seen()
         if self.state == "STARTING" or (self.state == "RECOVERING" and not self.incidents.approval_wanted):
             yield from self.attempts.refresh()

@@ -21,6 +21,7 @@ from recovery.tiers import (
     PartSource,
     Save,
     SaveKey,
+    SnapshotOrders,
     Tier,
     TierOrders,
     bring_back,
@@ -201,7 +202,7 @@ class Tiers:
 
     # ----- orders -----
 
-    def orders(self, node: str, bring: BringBack | None) -> TierOrders | None:
+    def orders(self, node: str, bring: BringBack | None, snapshots: SnapshotOrders | None = None) -> TierOrders | None:
         """None: there are no tiers."""
         if not self.are_on:
             return None
@@ -214,7 +215,9 @@ class Tiers:
             :GONE_REPORTED
         ]
         commit = self._to_commit().get(node, ())
-        return TierOrders(peer=source, commit=commit, bring=bring, gone=gone, drained=self.are_drained)
+        return TierOrders(
+            peer=source, commit=commit, bring=bring, gone=gone, drained=self.are_drained, snapshots=snapshots
+        )
 
     def _to_commit(self) -> dict[str, tuple[Save, ...]]:
         """Node -> whole saves whose parts are all staged. The first node that wrote it commits; another one where all

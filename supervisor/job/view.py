@@ -12,6 +12,7 @@ from diagnosis.stragglers import SLOWS, price
 from recovery.checkpoint import Checkpoint, judgement, newest
 from recovery.cordon import Cordon, breaker_limit
 from recovery.snapshot_choice import NodeSnapshot
+from recovery.snapshot_mirrors import of_all
 from recovery.tiers import MIRRORS
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempt, Attempts
@@ -41,6 +42,7 @@ from supervisor.view import (
     PauseView,
     RestartView,
     SilenceView,
+    SnapshotMirrorView,
     StragglersView,
     TierView,
     utc,
@@ -128,6 +130,7 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         restart=_restart(job, now, held),
         tiers=_tiers(job.tiers) if job.tiers.are_on else msgspec.UNSET,
         left=_left(job.tiers) or msgspec.UNSET,
+        mirrored_snapshot=_mirrored(attempts),
     )
 
 
@@ -308,6 +311,13 @@ def _tiers(tiers: Tiers) -> tuple[TierView, ...]:
     )
 
 
+def _mirrored(attempts: Attempts) -> SnapshotMirrorView | msgspec.UnsetType:
+    newest = attempts.mirrors.newest
+    if newest is None:
+        return msgspec.UNSET
+    return SnapshotMirrorView(attempt=newest.attempt, step=newest.step, at=utc(newest.at), ranks=newest.world)
+
+
 def _left(tiers: Tiers) -> tuple[LeftView, ...]:
     return tuple(
         LeftView(node=node, path=f"{tiers.folder}/{MIRRORS}", jobs=report.others, size_bytes=report.others_bytes)
@@ -352,13 +362,28 @@ def _restart(job: Parts, now: float, held: NodeSnapshot | None) -> RestartView |
     path, at = (chosen.path, chosen.step) if chosen is not None else ("", None)
     found = _resume(job, attempt, chosen, now)
     if held is not None and attempts.would_start_from(held, path, at):
-        loses = None if attempt.newest_step is None else max(0, attempt.newest_step - held.step)
-        age_s = round(max(0.0, now - held.at), 3)
-        found = RestartView(path="", step=held.step, loses_steps=loses, loses_s=age_s, from_memory=True)
+        found = _from_memory(attempt, held, now)
     left = _left_without_a_node(job.tiers, known.candidates(attempt.members)) if job.tiers.are_on else chosen
-    after = _resume(job, attempt, left, now)
-    same = (after.path, after.step, after.why) == (found.path, found.step, found.why) and not found.from_memory
+    after = _after_node_loss(job, attempt, left, now)
+    same = (after.path, after.step, after.why) == (found.path, found.step, found.why) and (
+        after.from_memory == found.from_memory
+    )
     return found if same else msgspec.structs.replace(found, after_node_loss=after)
+
+
+def _after_node_loss(job: Parts, attempt: Attempt, left: Checkpoint | None, now: float) -> RestartView:
+    mirrored = job.attempts.mirrors.newest
+    path, step = (left.path, left.step) if left is not None else ("", None)
+    held = of_all(mirrored) if mirrored is not None and mirrored.attempt == attempt.number else None
+    if held is None or not job.attempts.would_start_from(held, path, step):
+        return _resume(job, attempt, left, now)
+    return _from_memory(attempt, held, now)
+
+
+def _from_memory(attempt: Attempt, held: NodeSnapshot, now: float) -> RestartView:
+    loses = None if attempt.newest_step is None else max(0, attempt.newest_step - held.step)
+    age_s = round(max(0.0, now - held.at), 3)
+    return RestartView(path="", step=held.step, loses_steps=loses, loses_s=age_s, from_memory=True)
 
 
 def _left_without_a_node(tiers: Tiers, seen: Sequence[Checkpoint]) -> Checkpoint | None:

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -426,6 +426,9 @@ def _why_not_all(data: Path, mirror: Mirror) -> str:
 Offered = Callable[[str, SaveKey], "tuple[Path, SavePart] | None"]
 """Where this node's own part of a save lies (or one that was brought here), by owner and key."""
 
+Handler = Callable[[Wire, "dict[str, Any]", str, SaveKey], None]
+"""Answers a request, which is about a save's part of an owner."""
+
 
 class PeerServer:
     """Answers other movers; a thread for each connection."""
@@ -438,8 +441,17 @@ class PeerServer:
         host: str = "",
         tls: ssl.SSLContext | None = None,
         proof_s: float = PROOF_S,
+        more: Mapping[str, Handler] | None = None,
     ) -> None:
-        """`proof_s`: so long a caller may take in all until it has proven itself."""
+        """`proof_s`: so long a caller may take in all until it has proven itself. `more`: what else is answered."""
+        own: dict[str, Handler] = {
+            "have": self._have,
+            "put": self._put,
+            "whole": self._whole,
+            "list": self._list,
+            "get": self._get,
+        }
+        self._handlers = {**own, **(more or {})}
         self._proof_s = proof_s
         self._mirrors = mirrors
         self._secret = secret
@@ -499,8 +511,7 @@ class PeerServer:
             self._free.release()
 
     def _answer(self, wire: Wire, request: dict[str, Any]) -> None:
-        handlers = {"have": self._have, "put": self._put, "whole": self._whole, "list": self._list, "get": self._get}
-        handler = handlers.get(str(request.get("op", "")))
+        handler = self._handlers.get(str(request.get("op", "")))
         if handler is None:
             raise PeerError("it asks for something unknown")
         try:

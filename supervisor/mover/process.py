@@ -7,6 +7,7 @@ stream), one publishes, and one for each peer that calls. A file system that han
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -14,7 +15,7 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -31,9 +32,11 @@ from recovery.tiers import (
     NodeTiers,
     NotBrought,
     PartFile,
+    PartSource,
     Save,
     SaveKey,
     SavePart,
+    SnapshotOrders,
     commit_groups,
     tracker_of,
     why_bad_save,
@@ -42,9 +45,10 @@ from supervisor.files import read_token, write_atomically
 from supervisor.logs import configure
 from supervisor.mover.copying import CopyError, CopyPace, copy, need_room
 from supervisor.mover.parts import LocalParts, Seen
-from supervisor.mover.peer import Mirrors, PeerError, PeerServer, call, fetch_file, send_part
+from supervisor.mover.peer import Mirrors, PeerError, PeerServer, Wire, call, fetch_file, send_part
 from supervisor.mover.protocol import MoverOrders, MoverSetup, MoverStatus
 from supervisor.mover.publish import Publisher, job_digest
+from supervisor.mover.snapshots import Asked, SnapshotMirror
 from supervisor.wire.authentication import SharedSecret
 from supervisor.wire.tls import client_context
 
@@ -92,7 +96,10 @@ class Mover:
         self._publisher = Publisher(Path(setup.publish_to), Path(setup.job_dir), setup.node)
         self._problems: dict[str, str] = {}
         self._tls_server, self._tls_client = self._tls()
-        self._server = PeerServer(self._mirrors, self._secret, self._offered, tls=self._tls_server)
+        self._snapshots = SnapshotMirror(setup.node, setup.snapshot_files, self._called, self._tell_snapshots)
+        self._server = PeerServer(
+            self._mirrors, self._secret, self._offered, tls=self._tls_server, more=self._snapshots.server.handlers
+        )
         if "tls" in self._problems:
             self._server.close()  # not without the certificate that was asked for
         self._lock = threading.Lock()
@@ -141,7 +148,11 @@ class Mover:
     def start(self) -> None:
         if not self._server.stopped:
             self._server.start()
-        for target in (self._look_again_and_again, self._serve_peer, self._publish):
+        threads = [self._look_again_and_again, self._serve_peer, self._publish]
+        if self._setup.snapshot_files:
+            die_first()
+            threads.append(self._snapshots.run)
+        for target in threads:
             threading.Thread(target=self._guarded, args=(target,), name=target.__name__, daemon=True).start()
 
     def _guarded(self, target: Callable[[], None]) -> None:
@@ -157,6 +168,26 @@ class Mover:
             self._orders = orders
         for event in (self._new_orders, self._new_parts, self._to_publish):
             event.set()
+        self._snapshots.obey(
+            Asked(
+                orders=orders.snapshots if orders.snapshots is not None and not orders.over else SnapshotOrders(),
+                peer=None if self._shared else orders.peer,
+                bring=orders.bring_snapshot,
+                number=orders.bring_snapshot_number,
+            )
+        )
+
+    @contextlib.contextmanager
+    def _called(self, peer: PartSource) -> Iterator[Wire]:
+        wire, connection = call(peer.address, peer.port, self._secret, self._tls_client if peer.tls else None)
+        try:
+            yield wire
+        finally:
+            connection.close()
+
+    def _tell_snapshots(self) -> None:
+        self._problem("snapshots", self._snapshots.problem)
+        self.tell()
 
     # ----- looking -----
 
@@ -623,11 +654,14 @@ class Mover:
                 others=self._others[0],
                 others_bytes=self._others[1],
                 rested=self._rested,
+                snapshots=self._snapshots.copies.parts,
             )
             return MoverStatus(
                 tiers=tiers,
                 brought=self._brought,
                 bring_problem=self._bring_problem,
+                brought_snapshot=self._snapshots.brought,
+                bring_snapshot_problem=self._snapshots.bring_problem,
                 brought_bytes=self._counts["brought"],
                 mirrored_bytes=self._counts["mirrored"],
                 published_bytes=self._counts["published"],
@@ -690,6 +724,14 @@ def give_way() -> None:
             libc.syscall(number, 1, 0, 3 << 13)  # ioprio_set(IOPRIO_WHO_PROCESS, this one, IOPRIO_CLASS_IDLE)
     except (OSError, AttributeError):
         pass
+
+
+def die_first() -> None:
+    """Where memory runs out it is this process that is ended, with its copies, and not a rank."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    except OSError as error:
+        log.warning("copies of snapshots could outlive ranks where memory runs out: %s", error)
 
 
 def main(argv: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from recovery.tiers import BringBack, NodeTiers, PartSource, Save
+from recovery.tiers import BringBack, NodeTiers, PartSource, Save, SnapshotBring, SnapshotOrders
 
 
 class MoverSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +18,8 @@ class MoverSetup(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
+    snapshot_files: tuple[str, ...] = ()
+    """The slots of this node's ranks, where snapshots are mirrored."""
 
 
 class MoverOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,6 +43,10 @@ class MoverOrders(msgspec.Struct, frozen=True, kw_only=True):
     """The run has ended well, and its newest save is published: what else we have copied is of no use any more."""
     bring: BringBack | None = None
     bring_number: int = 0
+    snapshots: SnapshotOrders | None = None
+    bring_snapshot: SnapshotBring | None = None
+    """Put it into the slots of this node's ranks; none of them runs."""
+    bring_snapshot_number: int = 0
 
 
 class MoverStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +54,9 @@ class MoverStatus(msgspec.Struct, frozen=True, kw_only=True):
     brought: int = 0
     """The newest `bring_number` that is done with, well or not."""
     bring_problem: str = ""
+    brought_snapshot: int = 0
+    """The newest `bring_snapshot_number` that is done with, well or not."""
+    bring_snapshot_problem: str = ""
     brought_bytes: int = 0
     mirrored_bytes: int = 0
     published_bytes: int = 0

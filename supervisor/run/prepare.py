@@ -255,6 +255,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         patience_factor=hang.factor,
         patience_off=hang.off,
         loss_guard=options.settings.loss.guard,
+        mirror_snapshots=options.settings.checkpoint.mirror_snapshots,
         swap_mode=options.settings.swap.mode,
         swap_signal=options.settings.swap.signal,
         traceable=options.traceable,

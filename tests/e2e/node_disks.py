@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,7 @@ class Cluster:
         publish: bool = True,
         hold: int = 1 << 40,
         before: Callable[[Cluster], None] = lambda _: None,
+        env: Mapping[str, str] | None = None,
         **more: Any,
     ) -> None:
         """`hold`: before this step ranks wait for `go_on`. `before`: what is done when the nodes are there, and nothing
@@ -141,7 +142,7 @@ class Cluster:
         self._more: tuple[str, ...] = ()
         self._gate, self._held = root / "gate", root / "go-on"
         rigged = {"RIG_GATE": str(self._gate), "RIG_HOLD": f"{hold}:{self._held}"}
-        self._shared["env"] = {"GLOO_SOCKET_IFNAME": "eth0", **rigged}
+        self._shared["env"] = {"GLOO_SOCKET_IFNAME": "eth0", **rigged, **(env or {})}
         self.names = [chr(ord("a") + number) for number in range(members + spares)]
         self.network = Network()
         self.hosts: dict[str, Host] = {}
