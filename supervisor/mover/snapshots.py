@@ -99,6 +99,11 @@ def end_of(header: Header) -> int:
     return header.table_at + header.table_bytes
 
 
+def said_by(header: Header) -> tuple[int, int, int, int]:
+    """Rank, world, attempt and step."""
+    return header.rank, header.world, header.attempt, header.step
+
+
 def copy_slot(slot: Slot, header: Header, free: Callable[[], int] = free_bytes) -> RankCopy | None:
     """A copy of what the slot holds; None: its rank has begun to write another one meanwhile. Raises OSError,
     CopyError.
@@ -207,8 +212,7 @@ def _why_not(copy: RankCopy | None, part: SnapshotPart, rank: int, crc: int) -> 
     header = copy.header()
     if copy.crc != crc or header is None:
         return f"the copy of rank {rank} is damaged"
-    said = header.rank, header.world, header.attempt, header.step
-    if said != (rank, part.world, part.attempt, part.step):
+    if said_by(header) != (rank, part.world, part.attempt, part.step):
         return f"what came as rank {rank} says that it is rank {header.rank} of step {header.step}"
     return ""
 
@@ -285,18 +289,19 @@ class Stager:
 
 
 def put_into_slots(
-    files: Sequence[str], first_rank: int, copies: Sequence[RankCopy], go_on: Callable[[], None]
+    files: Sequence[str], wanted: SnapshotBring, copies: Sequence[RankCopy], go_on: Callable[[], None]
 ) -> None:
     """This node's ranks will find these snapshots as if they had written them. No rank is there; `go_on` raises where
     one may come. Raises OSError, CopyError."""
     joined = ":".join(files)
     for local, copy in enumerate(copies):
-        header = copy.header()
-        addresses = addresses_of(joined, local)
-        if header is None or header.rank != first_rank + local or len(addresses) < SLOTS:
-            raise CopyError(f"there is no place for the snapshot of rank {first_rank + local} on this node")
-        slots = [Slot(address, writable=True) for address in addresses]
+        header, rank = copy.header(), wanted.first_rank + local
+        if header is None or said_by(header) != (rank, wanted.world, wanted.attempt, wanted.step):
+            raise CopyError(f"what came as rank {rank} is another snapshot")
+        slots = [Slot(address, writable=True) for address in addresses_of(joined, local)]
         try:
+            if len(slots) < SLOTS:
+                raise CopyError(f"there is no place for the snapshot of rank {rank} on this node")
             _put(slots, header, copy, go_on)
         finally:
             for slot in slots:
@@ -365,10 +370,6 @@ def fetch_snapshot(
             count(len(data))
         if not copy.whole or copy.crc != int(about["crc"]):
             raise CopyError(f"the snapshot of rank {rank} did not arrive whole")
-        header = copy.header()
-        expected = rank, bring.world, bring.attempt, bring.step
-        if header is None or (header.rank, header.world, header.attempt, header.step) != expected:
-            raise CopyError(f"what came as rank {rank} is another snapshot")
         found.append(copy)
     return found
 
@@ -420,8 +421,8 @@ class SnapshotServer:
         except (KeyError, TypeError, ValueError, CopyError) as error:
             wire.send({"error": str(error)[:300]})
             return
-        wire.send({"ok": True})
         self._told()
+        wire.send({"ok": True})
 
     def _get(self, wire: Wire, request: dict[str, Any], owner: str, key: SaveKey) -> None:
         found = self._copies.get((owner, key.attempt, key.stamp))
@@ -539,7 +540,7 @@ class SnapshotMirror:
         problem = f"no node has the snapshots of step {wanted.step}"
         for source in wanted.sources:
             try:
-                put_into_slots(self._files, wanted.first_rank, self._from(source, wanted, go_on), go_on)
+                put_into_slots(self._files, wanted, self._from(source, wanted, go_on), go_on)
                 problem = ""
                 break
             except (OSError, PeerError, CopyError) as error:
