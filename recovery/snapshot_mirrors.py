@@ -116,7 +116,7 @@ def bring_to(chosen: Mirrored, place: int, addresses: Mapping[str, tuple[str, in
 # ----- which step is copied next -----
 
 
-class Target(NamedTuple):
+class MirrorTarget(NamedTuple):
     """The step that nodes are to copy."""
 
     attempt: int
@@ -131,7 +131,7 @@ def is_needed(part: SnapshotPart, orders: SnapshotOrders) -> bool:
     return current or (part.attempt, part.step) in orders.keep
 
 
-class Seen(NamedTuple):
+class CommonStep(NamedTuple):
     """The newest snapshot that all ranks have written."""
 
     attempt: int
@@ -140,8 +140,8 @@ class Seen(NamedTuple):
 
 
 def next_target(
-    target: Target | None, before: Seen | None, seen: Seen, candidates: Sequence[Mirrored], now: float
-) -> Target | None:
+    target: MirrorTarget | None, before: CommonStep | None, seen: CommonStep, candidates: Sequence[Mirrored], now: float
+) -> MirrorTarget | None:
     """What is to be copied from now on. None: the pace is not known yet.
 
     A step that is still to come: its snapshots are in the ranks' memory when the nodes look for them.
@@ -153,7 +153,7 @@ def next_target(
     current = [one for one in candidates if target and one.attempt == target.attempt and one.step >= target.from_step]
     done = [one.step for one in current if one.safe]
     lead = max(1, math.ceil((seen.step - before.step) * LEAD_S / (seen.at - before.at)))
-    anew = Target(seen.attempt, max([seen.step, *done]) + lead)
+    anew = MirrorTarget(seen.attempt, max([seen.step, *done]) + lead)
     if target is None or done:
         return anew
     if seen.step < target.from_step and not current:

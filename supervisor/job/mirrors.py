@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from recovery.snapshot_mirrors import Mirrored, Seen, Target, bring_to, joined, next_target
+from recovery.snapshot_mirrors import CommonStep, Mirrored, MirrorTarget, bring_to, joined, next_target
 from recovery.tiers import SnapshotOrders
 from supervisor import messages as m
 from supervisor.job.core import Core, Wants
@@ -21,10 +21,10 @@ class SnapshotMirrors:
 
     def __init__(self, core: Core, nodes: Nodes, tiers: Tiers) -> None:
         self._core, self._nodes, self._tiers = core, nodes, tiers
-        self._before: Seen | None = None
-        self._seen: Seen | None = None
-        self._target: Target | None = None
-        self._told: tuple[Target | None, tuple[tuple[int, int], ...]] = (None, ())
+        self._before: CommonStep | None = None
+        self._seen: CommonStep | None = None
+        self._target: MirrorTarget | None = None
+        self._told: tuple[MirrorTarget | None, tuple[tuple[int, int], ...]] = (None, ())
 
     @property
     def are_on(self) -> bool:
@@ -92,7 +92,7 @@ class SnapshotMirrors:
 
     def seen(self, event: m.SnapshotSeen) -> Wants:
         if self.are_on:
-            self._before, self._seen = self._seen, Seen(event.attempt, event.step, event.at)
+            self._before, self._seen = self._seen, CommonStep(event.attempt, event.step, event.at)
             self.work_out(event.attempt)
         yield from ()
 

@@ -48,7 +48,7 @@ from supervisor.mover.parts import LocalParts, Seen
 from supervisor.mover.peer import Mirrors, PeerError, PeerServer, Wire, call, fetch_file, send_part
 from supervisor.mover.protocol import MoverOrders, MoverSetup, MoverStatus
 from supervisor.mover.publish import Publisher, job_digest
-from supervisor.mover.snapshots import Asked, SnapshotMirror
+from supervisor.mover.snapshots import SnapshotMirror, SnapshotsAsked
 from supervisor.wire.authentication import SharedSecret
 from supervisor.wire.tls import client_context
 
@@ -169,7 +169,7 @@ class Mover:
         for event in (self._new_orders, self._new_parts, self._to_publish):
             event.set()
         self._snapshots.obey(
-            Asked(
+            SnapshotsAsked(
                 orders=orders.snapshots if orders.snapshots is not None and not orders.over else SnapshotOrders(),
                 peer=None if self._shared else orders.peer,
                 bring=orders.bring_snapshot,

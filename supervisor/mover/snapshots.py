@@ -220,7 +220,7 @@ def _why_not(copy: RankCopy | None, part: SnapshotPart, rank: int, crc: int) -> 
 # ----- this node's own ranks -----
 
 
-class Stager:
+class SlotCopier:
     """Copies what this node's ranks write of the step that is asked for, before they write over it."""
 
     def __init__(self, node: str, files: Sequence[str], copies: SnapshotCopies) -> None:
@@ -447,7 +447,7 @@ AGAIN_S, LONGEST_AGAIN_S = 2.0, 30.0
 """After a failure."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class SnapshotsAsked(msgspec.Struct, frozen=True, kw_only=True):
     """All that is wanted now."""
 
     orders: SnapshotOrders = SnapshotOrders()
@@ -473,12 +473,12 @@ class SnapshotMirror:
         self.brought, self.bring_problem, self.problem = 0, "", ""
         self._node, self._files = node, tuple(files)
         self._call, self._told = call, told
-        self._stager = Stager(node, files, self.copies)
-        self._asked = Asked()
+        self._copier = SlotCopier(node, files, self.copies)
+        self._asked = SnapshotsAsked()
         self._sent: tuple[PartKey, str] | None = None
         self._news = threading.Event()
 
-    def obey(self, asked: Asked) -> None:
+    def obey(self, asked: SnapshotsAsked) -> None:
         self._asked = asked
         if self.copies.obey(asked.orders):
             self._told()
@@ -503,12 +503,12 @@ class SnapshotMirror:
         if asked.bring is not None and asked.number > self.brought:
             self.bring(asked.bring, asked.number)
             return 0.0
-        if self._stager.look(asked.orders):
+        if self._copier.look(asked.orders):
             self._told()
         self.send(asked)
-        return CALM_S if self._stager.is_done(asked.orders) else LOOK_EVERY_S
+        return CALM_S if self._copier.is_done(asked.orders) else LOOK_EVERY_S
 
-    def send(self, asked: Asked) -> None:
+    def send(self, asked: SnapshotsAsked) -> None:
         """Raises OSError, PeerError, CopyError."""
         peer = asked.peer
         own = [part for part in self.copies.parts if part.owner == self._node and part.attempt == asked.orders.attempt]

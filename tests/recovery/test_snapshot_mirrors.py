@@ -12,9 +12,9 @@ from recovery.snapshot_mirrors import (
     LEAD_S,
     MISSED_S,
     SEND_LIMIT_S,
+    CommonStep,
     Mirrored,
-    Seen,
-    Target,
+    MirrorTarget,
     bring_to,
     is_needed,
     joined,
@@ -99,11 +99,11 @@ def test_only_what_may_be_used_takes_memory() -> None:
 
 # ----- which step is next -----
 
-BEFORE, SEEN = Seen(1, 20, 100.0), Seen(1, 40, 110.0)  # two steps a second
+BEFORE, SEEN = CommonStep(1, 20, 100.0), CommonStep(1, 40, 110.0)  # two steps a second
 
 
-def target(step: int, passed_at: float | None = None) -> Target:
-    return Target(1, step, passed_at)
+def target(step: int, passed_at: float | None = None) -> MirrorTarget:
+    return MirrorTarget(1, step, passed_at)
 
 
 def whole(step: int, *, safe: bool) -> Mirrored:
@@ -114,14 +114,14 @@ def whole(step: int, *, safe: bool) -> Mirrored:
 def test_a_step_that_is_still_to_come_is_named() -> None:
     named = next_target(None, BEFORE, SEEN, [], 110.0)
     assert named == target(40 + math.ceil(2 * LEAD_S))
-    assert next_target(None, Seen(1, 20, 50.0), Seen(1, 40, 250.0), [], 250.0) == target(41)
+    assert next_target(None, CommonStep(1, 20, 50.0), CommonStep(1, 40, 250.0), [], 250.0) == target(41)
 
 
-@pytest.mark.parametrize("before", [None, Seen(2, 20, 100.0), Seen(1, 40, 100.0), Seen(1, 20, 110.0)])
-def test_none_is_named_while_the_pace_is_not_known(before: Seen | None) -> None:
+@pytest.mark.parametrize("before", [None, CommonStep(2, 20, 100.0), CommonStep(1, 40, 100.0), CommonStep(1, 20, 110.0)])
+def test_none_is_named_while_the_pace_is_not_known(before: CommonStep | None) -> None:
     assert next_target(None, before, SEEN, [], 110.0) is None
     assert next_target(target(45), before, SEEN, [], 110.0) == target(45)
-    assert next_target(Target(7, 45), before, SEEN, [], 110.0) is None
+    assert next_target(MirrorTarget(7, 45), before, SEEN, [], 110.0) is None
 
 
 def test_the_next_one_is_named_when_this_one_is_mirrored_or_was_missed() -> None:

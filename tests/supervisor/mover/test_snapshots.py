@@ -19,9 +19,9 @@ from recovery.tiers import PartSource, SnapshotBring, SnapshotOrders
 from supervisor.mover.copying import CHUNK, CopyError, CopyPace
 from supervisor.mover.peer import Mirrors, PeerError, PeerServer, Wire, call
 from supervisor.mover.snapshots import (
-    Asked,
     RankCopy,
     SnapshotMirror,
+    SnapshotsAsked,
     copy_slot,
     key_of,
     put_into_slots,
@@ -116,7 +116,7 @@ def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def turn(node: Node, orders: SnapshotOrders = ORDERS, **more: Any) -> float:
-    node.mirror.obey(Asked(orders=orders, **more))
+    node.mirror.obey(SnapshotsAsked(orders=orders, **more))
     return node.mirror.turn()
 
 
@@ -300,11 +300,12 @@ def test_a_transfer_that_is_torn_at_any_frame_never_counts(nodes: Callable[..., 
     frames = counting.sent
     assert frames >= 9
     for cut in range(frames):
-        b.mirror.obey(Asked())
-        b.mirror.obey(Asked(orders=ORDERS))
-        with pytest.raises((PeerError, OSError)), a.connected(b.source("a")) as wire:
+        b.mirror.obey(SnapshotsAsked())
+        b.mirror.obey(SnapshotsAsked(orders=ORDERS))
+        with a.connected(b.source("a")) as wire:
             torn: Any = Torn(wire, cut)
-            send_snapshot(torn, whole, hurried(), lambda _: None)
+            with pytest.raises((PeerError, OSError)):
+                send_snapshot(torn, whole, hurried(), lambda _: None)
         assert steps(b) == [], cut
         with a.connected(b.source("a")) as wire:
             again: Any = Torn(wire, 10**9)
@@ -349,6 +350,29 @@ def test_what_is_not_what_was_announced_does_not_count(nodes: Callable[..., Node
     assert not [one for one in b.read() if one[0] == 3]
 
 
+@pytest.mark.parametrize("crcs", [(), (0,), (0, 1), (1, 0), (0, 0, 0)])
+def test_only_all_ranks_with_their_checksums_are_a_part(nodes: Callable[..., Node], crcs: tuple[int, ...]) -> None:
+    """`crcs`: by how much each is wrong."""
+    a, b = nodes("a"), nodes("b")
+    a.write(10)
+    turn(a)
+    turn(b)
+    whole = a.mirror.copies.get(("a", 1, 10))
+    assert whole is not None
+    key, right = key_of(whole.part), [copy.crc for copy in whole.copies]
+    b.mirror.copies.begin(key, whole.part)
+    for rank, copy in enumerate(whole.copies, 2):
+        with pytest.raises(CopyError):
+            b.mirror.copies.finish(whole.part, right)
+        b.mirror.copies.add(key, rank, copy)
+    wrong = [crc + more for crc, more in zip([*right, 0], crcs, strict=False)]
+    with pytest.raises(CopyError):
+        b.mirror.copies.finish(whole.part, wrong)
+    assert steps(b) == []
+    b.mirror.copies.finish(whole.part, right)
+    assert steps(b) == [("a", 10)]
+
+
 def test_what_nobody_waits_for_is_not_put_into_slots(nodes: Callable[..., Node]) -> None:
     """Ranks may have started: a slot that was begun holds nothing."""
     a = nodes("a")
@@ -377,7 +401,7 @@ def test_what_nobody_waits_for_is_not_put_into_slots(nodes: Callable[..., Node])
         with pytest.raises(CopyError):
             put_into_slots(c.files, bring(), whole.copies, go_on)
         assert c.read() in ([], [(2, 1, 10)])
-    b.mirror.obey(Asked(orders=ORDERS, bring=None, number=3))
+    b.mirror.obey(SnapshotsAsked(orders=ORDERS, bring=None, number=3))
     b.mirror.bring(bring(a.source("a")), 3)
     assert b.mirror.bring_problem
 
@@ -386,7 +410,7 @@ def test_a_peer_takes_only_what_the_controller_wants_mirrored(nodes: Callable[..
     a, b = nodes("a"), nodes("b")
     a.write(10)
     turn(a)
-    b.mirror.obey(Asked(orders=SnapshotOrders(attempt=1, from_step=11)))
+    b.mirror.obey(SnapshotsAsked(orders=SnapshotOrders(attempt=1, from_step=11)))
     with pytest.raises(PeerError):
         turn(a, peer=b.source("a"))
     assert steps(b) == []
