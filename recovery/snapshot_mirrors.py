@@ -127,7 +127,7 @@ class MirrorTarget(NamedTuple):
 
 def is_needed(part: SnapshotPart, orders: SnapshotOrders) -> bool:
     """Whether a copy is kept: of an older step that nothing has replaced yet, or of what is copied now."""
-    current = part.attempt == orders.attempt and part.step >= orders.from_step
+    current = part.attempt == orders.attempt > 0 and part.step >= orders.from_step
     return current or (part.attempt, part.step) in orders.keep
 
 

@@ -7,6 +7,7 @@ Nothing here happens unless the user asked for it (`JobSpec.mirror_snapshots`). 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 from recovery.snapshot_mirrors import CommonStep, Mirrored, MirrorTarget, bring_to, joined, next_target
 from recovery.tiers import SnapshotOrders
@@ -14,6 +15,11 @@ from supervisor import messages as m
 from supervisor.job.core import Core, Wants
 from supervisor.job.nodes import Nodes
 from supervisor.job.tiers import Tiers
+
+EVERY_S: Final = 10.0
+"""A step is named at most so often, and later by ..."""
+NODE_S: Final = 0.2
+"""... for each node."""
 
 
 class SnapshotMirrors:
@@ -24,7 +30,9 @@ class SnapshotMirrors:
         self._before: CommonStep | None = None
         self._seen: CommonStep | None = None
         self._target: MirrorTarget | None = None
-        self._told: tuple[MirrorTarget | None, tuple[tuple[int, int], ...]] = (None, ())
+        self._named_at = 0.0
+        """When the step was named."""
+        self._told: tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]] = (None, ())
 
     @property
     def are_on(self) -> bool:
@@ -102,11 +110,22 @@ class SnapshotMirrors:
             return
         if self._seen is not None and self._seen.attempt == attempt:
             candidates = self.candidates()
-            self._target = next_target(self._target, self._before, self._seen, candidates, self._core.now)
-        told = self._target, self._kept(attempt)
+            self._aim(next_target(self._target, self._before, self._seen, candidates, self._core.now))
+        target = self._target
+        told = (target.attempt, target.from_step) if target is not None else None, self._kept(attempt)
         if told != self._told:
             self._told = told
             self._nodes.touch_all()
+
+    def _aim(self, target: MirrorTarget | None) -> None:
+        """Each step costs all nodes some reports: on many nodes it is named less often."""
+        held, now = self._target, self._core.now
+        anew = target is not None and (held is None or target[:2] != held[:2])
+        soon = held is not None and target is not None and held.attempt == target.attempt
+        if anew and soon and now - self._named_at < EVERY_S + NODE_S * len(self._nodes):
+            return
+        self._named_at = now if anew else self._named_at
+        self._target = target
 
     def begin_life(self) -> None:
         self._before = self._seen = self._target = None

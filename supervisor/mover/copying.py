@@ -34,6 +34,10 @@ class CopyError(InternalError):
     """A copy cannot be made. The text says why."""
 
 
+class GaveWay(CopyError):
+    """A copy ends: something more urgent is to be done, or it is of no use any more."""
+
+
 class SourceChanged(CopyError):
     """The file was changed while it was read."""
 

@@ -43,7 +43,7 @@ from recovery.tiers import (
 )
 from supervisor.files import read_token, write_atomically
 from supervisor.logs import configure
-from supervisor.mover.copying import CopyError, CopyPace, copy, need_room
+from supervisor.mover.copying import CopyError, CopyPace, GaveWay, copy, need_room
 from supervisor.mover.parts import LocalParts, Seen
 from supervisor.mover.peer import Mirrors, PeerError, PeerServer, Wire, call, fetch_file, send_part
 from supervisor.mover.protocol import MoverOrders, MoverSetup, MoverStatus
@@ -70,10 +70,6 @@ SET_FORWARD: Final = "the checkpoint that it names was brought to this node"
 SET_BEFORE: Final = "replaced by the copy that all nodes of the next attempt have"
 
 log = logging.getLogger("unbroken.mover")
-
-
-class GaveWay(CopyError):
-    """A copy ends: something more urgent is to be done."""
 
 
 class Mover:
@@ -151,7 +147,7 @@ class Mover:
         threads = [self._look_again_and_again, self._serve_peer, self._publish]
         if self._setup.snapshot_files:
             die_first()
-            threads.append(self._snapshots.run)
+            threads += [self._snapshots.run, self._snapshots.run_bringing]
         for target in threads:
             threading.Thread(target=self._guarded, args=(target,), name=target.__name__, daemon=True).start()
 

@@ -23,11 +23,11 @@ from recovery.snapshot_choice import SnapshotPart
 from recovery.snapshot_memory import DATA_AT, PAGE, SLOTS, Header, Slot, addresses_of, free_bytes, read_header
 from recovery.snapshot_mirrors import is_needed
 from recovery.tiers import NODE_NAME, PartSource, SaveKey, SnapshotBring, SnapshotOrders
-from supervisor.mover.copying import CHUNK, CopyError, CopyPace
+from supervisor.mover.copying import CHUNK, CopyError, CopyPace, GaveWay
 from supervisor.mover.peer import Handler, PeerError, Wire
 
 FREE_SHARE: Final = 0.5
-"""Of the memory that is free, copies may take so much. The rest is for ranks."""
+"""Of the memory that would be free without them, all copies together may take so much. The rest is for ranks."""
 NAME: Final = "unbroken-copy"
 KEY: Final = "snapshot"
 """In place of a save's name: `stamp` is the step."""
@@ -40,29 +40,41 @@ def key_of(part: SnapshotPart) -> PartKey:
     return part.owner, part.attempt, part.step
 
 
+class HeldBytes:
+    """Bytes of all copies."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def add(self, more: int) -> None:
+        with self._lock:
+            self.bytes += more
+
+
+held = HeldBytes()
+
+
 class RankCopy:
     """The content of one rank's slot, from its start to the end of its table. The kernel frees it with the last user
     of its descriptor."""
 
     def __init__(self, size: int, free: Callable[[], int] = free_bytes) -> None:
         """Raises OSError, CopyError: also where memory is short."""
-        if size > FREE_SHARE * (available := free()):
-            raise CopyError(
-                f"a copy of {size} bytes would take more than half of the memory that is free ({available})"
-            )
+        available = free()
+        if held.bytes + size > FREE_SHARE * (available + held.bytes):
+            raise CopyError(f"copies may take half of the memory that ranks leave: {available} bytes are free")
         self.size = size
         self.crc = 0
         self._at = 0
         self.descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
-        try:
-            os.posix_fallocate(self.descriptor, 0, size)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
+        held.add(size)
+        os.posix_fallocate(self.descriptor, 0, size)
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             os.close(self.descriptor)
+            held.add(-self.size)
 
     def write(self, data: bytes) -> None:
         """Raises CopyError for more than was announced."""
@@ -164,7 +176,7 @@ class SnapshotCopies:
     def _is_wanted(self, key: PartKey) -> bool:
         """Of what is half here only the newest step can become whole."""
         orders = self._orders
-        return key[1] == orders.attempt and key[2] >= orders.from_step
+        return orders.attempt > 0 and key[1] == orders.attempt and key[2] >= orders.from_step
 
     def rank(self, key: PartKey, rank: int) -> RankCopy | None:
         """A rank's copy of a part that may not be whole yet."""
@@ -272,7 +284,7 @@ class SlotCopier:
         if local not in self._slots:
             self._slots[local] = [Slot(address) for address in addresses_of(self._files, local)]
         slots = self._slots[local]
-        held = [
+        found = [
             (header.step, number, header)
             for number, slot in enumerate(slots)
             if (header := slot.header()) is not None
@@ -281,8 +293,8 @@ class SlotCopier:
             and header.rank == orders.first_rank + local
             and header.world == orders.world
         ]
-        if held:
-            _, number, header = min(held)
+        if found:
+            _, number, header = min(found)
             copy = copy_slot(slots[number], header)
             if copy is not None:
                 self._found[local] = header, copy
@@ -458,7 +470,7 @@ class SnapshotsAsked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotMirror:
-    """One thread: it brings, copies and sends; another one answers peers."""
+    """One thread copies and sends, one brings; others answer peers."""
 
     def __init__(
         self,
@@ -476,13 +488,14 @@ class SnapshotMirror:
         self._copier = SlotCopier(node, files, self.copies)
         self._asked = SnapshotsAsked()
         self._sent: tuple[PartKey, str] | None = None
-        self._news = threading.Event()
+        self._news, self._bring_news = threading.Event(), threading.Event()
 
     def obey(self, asked: SnapshotsAsked) -> None:
         self._asked = asked
         if self.copies.obey(asked.orders):
             self._told()
         self._news.set()
+        self._bring_news.set()
 
     def run(self) -> None:
         again_s = AGAIN_S
@@ -491,6 +504,8 @@ class SnapshotMirror:
                 pause_s = self.turn()
                 self._set_problem("")
                 again_s = AGAIN_S
+            except GaveWay:
+                pause_s = CALM_S
             except (OSError, PeerError, CopyError) as error:
                 self._set_problem(f"snapshots of {self._node} are not mirrored: {error}")
                 pause_s, again_s = again_s, min(2 * again_s, LONGEST_AGAIN_S)
@@ -500,9 +515,6 @@ class SnapshotMirror:
     def turn(self) -> float:
         """Do what is due; how long to rest. Raises OSError, PeerError, CopyError."""
         asked = self._asked
-        if asked.bring is not None and asked.number > self.brought:
-            self.bring(asked.bring, asked.number)
-            return 0.0
         if self._copier.look(asked.orders):
             self._told()
         self.send(asked)
@@ -522,13 +534,22 @@ class SnapshotMirror:
         def count(_: int) -> None:
             now = self._asked
             if now.number > self.brought and now.bring is not None:
-                raise CopyError("ranks wait for a snapshot")
+                raise GaveWay("ranks wait for a snapshot")
             if not is_needed(whole.part, now.orders):
-                raise CopyError("it takes too long")
+                raise GaveWay("another step is copied now")
 
         with self._call(peer) as wire:
             send_snapshot(wire, whole, CopyPace(), count)
         self._sent = key_of(newest), peer.node
+
+    def run_bringing(self) -> None:
+        """A thread of its own: the other one may wait for a peer that is gone."""
+        while True:
+            self._bring_news.wait()
+            self._bring_news.clear()
+            asked = self._asked
+            if asked.bring is not None and asked.number > self.brought:
+                self.bring(asked.bring, asked.number)
 
     def bring(self, wanted: SnapshotBring, number: int) -> None:
         """Have the part in this node's slots. What stands in the way is told."""
