@@ -29,6 +29,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 SNAPSHOT_S, LONGEST_SNAPSHOT_S = 20.0, 300.0
 """To bring snapshots may take so long and the time for their size, at most so long."""
 SNAPSHOT_ENDS_S: Final = 5.0
+"""So long a mover may take to leave the slots alone, when the time is up."""
+END_S: Final = 10.0
 REST_S: Final = 20.0
 """So long the look after the end of all ranks is waited for."""
 BRING_S: Final = 1700.0
@@ -224,18 +226,19 @@ class MoverRunner:
 
         Afterwards nobody writes to the slots: a mover that does not say so is ended.
         """
-        if self._setup is None:
+        if self._setup is None or not self._setup.snapshot_files:
             return
         number = 1 + max(self._orders.bring_snapshot_number, self.status.brought_snapshot if self.status else 0)
         self._orders = msgspec.structs.replace(self._orders, bring_snapshot=wanted, bring_snapshot_number=number)
-        limit_s = min(SNAPSHOT_S + 2 * wanted.size_bytes / BRING_RATE, LONGEST_SNAPSHOT_S)
+        limit_s = min(min(SNAPSHOT_S, self._slack_s) + 2 * wanted.size_bytes / BRING_RATE, LONGEST_SNAPSHOT_S)
         done = await self._until(lambda status: status.brought_snapshot >= number, limit_s)
         self._orders = msgspec.structs.replace(self._orders, bring_snapshot=None)
         self._tell()
         problem = self.status.bring_snapshot_problem if self.status is not None else ""
         if not done:
             problem = f"it takes too long: more than {limit_s:.0f} s"
-            if not await self._until(lambda status: status.brought_snapshot >= number, SNAPSHOT_ENDS_S):
+            ends_s = min(SNAPSHOT_ENDS_S, self._slack_s)
+            if not await self._until(lambda status: status.brought_snapshot >= number, ends_s):
                 await self._end_process()
         if problem:
             self._state.notices.show(f"the snapshots of step {wanted.step} could not be brought here: {problem}")
@@ -244,7 +247,10 @@ class MoverRunner:
         process = self._process
         if process is not None and process.returncode is None:
             process.kill()
-            await process.wait()
+            try:
+                await asyncio.wait_for(process.wait(), END_S)
+            except asyncio.TimeoutError:
+                log.error("the mover does not end within %.0f s", END_S)
 
     def has_reported(self, wanted: BringBack) -> bool:
         """The controller knows that this node cannot get it."""

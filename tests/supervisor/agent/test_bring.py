@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from recovery.checkpoint import ROLLED_BACK, PutBack, SetAside
 from recovery.quarantine import prepare
-from recovery.tiers import BringBack, OwnedFile, PartSource, Save, TierOrders
+from recovery.tiers import BringBack, OwnedFile, PartSource, Save, SnapshotBring, SnapshotOrders, TierOrders
 from supervisor.agent.actions import ActionRunner
 from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.mover import MoverRunner
@@ -202,5 +203,53 @@ def test_what_does_not_move_is_given_up(state: AgentState, mute: int) -> None:
         assert "too long" in state.prepare_error
         assert time.monotonic() - began < 30
         assert state.saved.prepared < 2
+
+    with_mover(node, story)
+
+
+def snapshots_from(port: int) -> Assignment:
+    source = PartSource(owner="n2", node="n3", address="127.0.0.1", port=port)
+    bring = SnapshotBring(
+        attempt=1, step=20, world=4, first_rank=0, ranks=2, size_bytes=100, sources=(source,) if port else ()
+    )
+    orders = SnapshotOrders(attempt=1, bring=bring)
+    return msgspec.structs.replace(order(1), tiers=TierOrders(snapshots=orders))
+
+
+@pytest.fixture
+def mirroring(state: AgentState) -> AgentState:
+    """The slots are no slots: nothing can be put there."""
+    spec = msgspec.structs.replace(state.plan.spec, mirror_snapshots=True)
+    state.plan = msgspec.structs.replace(state.plan, spec=spec, snapshot_files=("/dev/null#x", "/dev/null#y"))
+    return state
+
+
+def test_snapshots_that_nobody_gives_do_not_keep_ranks_waiting(mirroring: AgentState) -> None:
+    """Ranks start from the checkpoint on storage: this node does not offer the step."""
+    node = Node(mirroring, slack_s=30)
+
+    async def story() -> None:
+        for port in (0, 1):
+            await node.prepare(snapshots_from(port))
+            assert (mirroring.saved.prepared, mirroring.prepare_error) == (2, "")
+            assert node.mover.status is not None
+            assert node.mover.status.bring_snapshot_problem
+
+    with_mover(node, story)
+
+
+def test_after_the_time_for_snapshots_nobody_writes_to_the_slots(mirroring: AgentState, mute: int) -> None:
+    """The mover waits for a peer that says nothing: it is ended before ranks start, and another one comes."""
+    node = Node(mirroring, slack_s=0.5)
+
+    async def story() -> None:
+        before = set(psutil.Process().children())
+        await node.prepare(snapshots_from(mute))
+        assert mirroring.saved.prepared == 2
+        assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in before)
+        while not node.mover.problem:
+            await asyncio.sleep(0.02)
+        while node.mover.problem:
+            await asyncio.sleep(0.02)
 
     with_mover(node, story)
