@@ -9,6 +9,7 @@ import msgspec
 
 from supervisor.job.attempts import Attempts, Space
 from supervisor.job.core import Core
+from supervisor.job.mirrors import SnapshotPlan
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.traces import Traces
@@ -90,11 +91,12 @@ class Assignments:
         if not (nodes.touched or nodes.touched_all or nodes.touched_members):
             return
         common, cordoned, speaker = self._common(), nodes.cordoned(), self.speaker
+        snapshots = self._attempts.snapshot_plan()
         touched = self._to_tell(common, cordoned, speaker)
         nodes.touched, nodes.touched_all, nodes.touched_members = set(), False, False
         for node in touched:
             name = node.name
-            wanted = self._desired(node, common, name in cordoned, name == speaker)
+            wanted = self._desired(node, common, snapshots, name in cordoned, name == speaker)
             sent = self.sent.get(name)
             if sent is not None and msgspec.structs.replace(wanted, version=sent.version) == sent:
                 continue
@@ -145,7 +147,9 @@ class Assignments:
             paused=(core.paused or wanted is not None) and core.state == "RECOVERING",
         )
 
-    def _desired(self, node: Node, common: Assignment, cordoned: bool, speaks: bool) -> Assignment:
+    def _desired(
+        self, node: Node, common: Assignment, snapshots: SnapshotPlan | None, cordoned: bool, speaks: bool
+    ) -> Assignment:
         attempt = self._attempts.current
         member = attempt is not None and node.name in attempt.member_set
         stage = common.stage
@@ -162,7 +166,7 @@ class Assignments:
             tiers=tiers.orders(
                 node.name,
                 attempt.bring if forming and attempt is not None else None,
-                self._attempts.snapshot_orders(node.name),
+                snapshots.of(node.name) if snapshots is not None else None,
             ),
             role="member" if member else "excluded" if cordoned else "spare",
             stage=stage,

@@ -35,7 +35,7 @@ from recovery.checkpoint import (
 from recovery.snapshot_choice import NodeSnapshot, common
 from recovery.snapshot_choice import choose as choose_snapshot
 from recovery.snapshot_mirrors import Mirrored, of_all, to_bring
-from recovery.tiers import BringBack, SnapshotOrders
+from recovery.tiers import BringBack
 from supervisor import messages as m
 from supervisor.job.core import (
     CloseFailures,
@@ -56,7 +56,7 @@ from supervisor.job.core import (
     WantsAnd,
     cancel,
 )
-from supervisor.job.mirrors import SnapshotMirrors
+from supervisor.job.mirrors import SnapshotMirrors, SnapshotPlan
 from supervisor.job.nodes import Nodes
 from supervisor.job.tiers import Tiers
 from supervisor.messages import CheckpointsSeen, Round, SpaceSeen, SpaceWanted, StoreOffer
@@ -951,16 +951,15 @@ class Attempts:
         if self.current is not None:
             self.mirrors.work_out(self._last_started)
 
-    def snapshot_orders(self, node: str) -> SnapshotOrders | None:
-        """What that node is asked to do with snapshots."""
+    def snapshot_plan(self) -> SnapshotPlan | None:
+        """What nodes are asked to do with snapshots."""
         attempt = self.current
-        if attempt is None:
-            return self.mirrors.orders(None, (), 0, None)
-        place = attempt.members.index(node) if node in attempt.member_set else None
-        formed = attempt.round is not None and attempt.all_offered
-        sizes = tuple(attempt.offers[name].local_world_size for name in attempt.members) if formed else ()
-        bring = attempt.restore if attempt.round is None else None
-        return self.mirrors.orders(place, sizes, self._last_started, bring)
+        if attempt is None or not self.mirrors.are_on:
+            return None
+        begun = attempt.round is not None and attempt.all_offered
+        sizes = [attempt.offers[name].local_world_size for name in attempt.members] if begun else []
+        chosen = attempt.restore if attempt.round is None else None
+        return self.mirrors.plan(attempt.members, sizes, self._last_started, chosen)
 
     def _newer(self, held: Iterable[NodeSnapshot], path: str, step: int | None) -> NodeSnapshot | None:
         """The one of them that is newer than this checkpoint."""

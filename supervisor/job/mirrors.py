@@ -6,11 +6,14 @@ Nothing here happens unless the user asked for it (`JobSpec.mirror_snapshots`). 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
 
 from recovery.snapshot_mirrors import CommonStep, Mirrored, MirrorTarget, bring_to, joined, next_target
-from recovery.tiers import SnapshotOrders
+from recovery.tiers import SnapshotBring, SnapshotOrders
 from supervisor import messages as m
 from supervisor.job.core import Core, Wants
 from supervisor.job.nodes import Nodes
@@ -20,6 +23,20 @@ EVERY_S: Final = 10.0
 """A step is named at most so often, and later by ..."""
 NODE_S: Final = 0.2
 """... for each node."""
+
+
+class SnapshotPlan(NamedTuple):
+    """What nodes are asked, worked out once for all."""
+
+    base: SnapshotOrders
+    """What all are told alike."""
+    ranks: Mapping[str, tuple[int, int]]
+    """Of members whose snapshots are to be copied: their first rank, and how many."""
+    bring: Mapping[str, SnapshotBring]
+
+    def of(self, node: str) -> SnapshotOrders:
+        first, count = self.ranks.get(node, (0, 0))
+        return msgspec.structs.replace(self.base, first_rank=first, ranks=count, bring=self.bring.get(node))
 
 
 class SnapshotMirrors:
@@ -45,6 +62,11 @@ class SnapshotMirrors:
         return joined({node: report.snapshots for node, report in self._tiers.reports().items()})
 
     @property
+    def _have_peers(self) -> bool:
+        """There is somebody to mirror for another."""
+        return sum(report.port > 0 and not report.shared for report in self._tiers.reports().values()) > 1
+
+    @property
     def newest(self) -> Mirrored | None:
         """The newest of which the loss of any node leaves all."""
         return next((one for one in self.candidates() if one.safe), None)
@@ -57,36 +79,29 @@ class SnapshotMirrors:
 
     # ----- orders -----
 
-    def orders(
-        self, place: int | None, sizes: tuple[int, ...], last: int, bring: Mirrored | None
-    ) -> SnapshotOrders | None:
-        """`place`: of the node among the members; None: it is none. `sizes`: how many ranks each member has; none
-        where that is not known. `last`: the newest attempt that had ranks. `bring`: what the next one may start from.
+    def plan(
+        self, members: Sequence[str], sizes: Sequence[int], last: int, chosen: Mirrored | None
+    ) -> SnapshotPlan | None:
+        """`members`: in the order of their ranks. `sizes`: how many ranks each has; none where that is not known, or
+        they have not begun. `last`: the newest attempt that had ranks. `chosen`: what the next one may start from.
         None: snapshots are not mirrored."""
         if not self.are_on:
             return None
         if self._core.is_over:
-            return SnapshotOrders()
-        target = self._target
-        kept = self._kept(last)
-        found = SnapshotOrders(keep=kept if bring is None else tuple({*kept, (bring.attempt, bring.step)}))
-        if target is not None:
-            found = SnapshotOrders(
-                attempt=target.attempt,
-                from_step=target.from_step,
-                first_rank=sum(sizes[:place]) if place is not None and sizes else 0,
-                ranks=sizes[place] if place is not None and sizes else 0,
-                world=sum(sizes),
-                keep=found.keep,
-            )
-        if bring is None or place is None:
-            return found
-        return SnapshotOrders(
-            attempt=found.attempt,
-            from_step=found.from_step,
-            keep=found.keep,
-            bring=bring_to(bring, place, self._addresses()),
+            return SnapshotPlan(SnapshotOrders(), {}, {})
+        target, kept = self._target or MirrorTarget(0, 0), self._kept(last)
+        sizes = sizes if self._target is not None else ()
+        base = SnapshotOrders(
+            attempt=target.attempt,
+            from_step=target.from_step,
+            world=sum(sizes),
+            keep=kept if chosen is None else tuple(sorted({*kept, (chosen.attempt, chosen.step)})),
         )
+        firsts = itertools.accumulate(sizes, initial=0)
+        ranks = dict(zip(members, zip(firsts, sizes, strict=False), strict=False))
+        addresses = self._addresses() if chosen is not None else {}
+        bring = {name: bring_to(chosen, place, addresses) for place, name in enumerate(members)} if chosen else {}
+        return SnapshotPlan(base, ranks, bring)
 
     def _addresses(self) -> Mapping[str, tuple[str, int, bool]]:
         reports = self._tiers.reports()
@@ -110,7 +125,8 @@ class SnapshotMirrors:
             return
         if self._seen is not None and self._seen.attempt == attempt:
             candidates = self.candidates()
-            self._aim(next_target(self._target, self._before, self._seen, candidates, self._core.now))
+            target = next_target(self._target, self._before, self._seen, candidates, self._core.now)
+            self._aim(target if self._have_peers else None)
         target = self._target
         told = (target.attempt, target.from_step) if target is not None else None, self._kept(attempt)
         if told != self._told:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from recovery.checkpoint import Restore, Resume, SetAside
+from recovery.tiers import PartSource, SnapshotBring, SnapshotOrders, TierOrders
 from supervisor.agent.reconcile import (
     AnswerLauncher,
     Collect,
@@ -184,6 +185,16 @@ USUAL = Assignment(
     wake=(3,),
 )
 
+SNAPSHOTS = SnapshotBring(
+    attempt=1,
+    step=20,
+    world=4,
+    first_rank=2,
+    ranks=2,
+    size_bytes=10,
+    sources=(PartSource(owner="b", node="b", address="10.0.0.5", port=1),),
+)
+
 WRONG: list[dict[str, Any]] = [
     {"node": "n1"},
     {"attempt": -1},
@@ -209,11 +220,30 @@ WRONG: list[dict[str, Any]] = [
     {"checkpoint_folders": ("/" + "x" * 5000,)},
     {"space": SpaceWanted(number=1, folders=("relative",))},
     {"notices": ((1, "x"),) * 20_000},
+    *[
+        {"tiers": TierOrders(snapshots=wrong)}
+        for wrong in (
+            SnapshotOrders(ranks=1000),
+            SnapshotOrders(ranks=-1),
+            SnapshotOrders(first_rank=-1),
+            SnapshotOrders(world=1 << 40),
+            SnapshotOrders(keep=((1, 1),) * 100),
+            SnapshotOrders(bring=msgspec.structs.replace(SNAPSHOTS, ranks=1000)),
+            SnapshotOrders(bring=msgspec.structs.replace(SNAPSHOTS, size_bytes=-1)),
+            SnapshotOrders(
+                bring=msgspec.structs.replace(
+                    SNAPSHOTS, sources=(PartSource(owner="b", node="b", address="-o x", port=1),)
+                )
+            ),
+        )
+    ],
 ]
 
 
 def test_usual_assignments_are_within_bounds() -> None:
     assert out_of_bounds(USUAL, "n0") == ""
+    orders = SnapshotOrders(attempt=1, from_step=5, first_rank=2, ranks=2, world=4, keep=((1, 3),), bring=SNAPSHOTS)
+    assert out_of_bounds(msgspec.structs.replace(USUAL, tiers=TierOrders(snapshots=orders)), "n0") == ""
     adopted = Round(attempt=1, nodes=("n0",), store_host="", store_port=0)
     assert out_of_bounds(msgspec.structs.replace(USUAL, round=adopted), "n0") == ""
 

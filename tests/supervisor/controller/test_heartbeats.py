@@ -361,6 +361,19 @@ def test_the_newest_snapshot_that_all_ranks_hold_is_shown(nodes: Nodes) -> None:
     assert nodes.observer.snapshot.step == 20
 
 
+def test_where_snapshots_are_mirrored_the_job_hears_of_a_new_one_now_and_then(nodes: Nodes) -> None:
+    def told(at: float, step: int) -> list[int]:
+        events = nodes.beat(at, snapshots=tuple(in_memory(rank, step, world=2) for rank in (0, 1)))
+        return [event.step for event in events if isinstance(event, m.SnapshotSeen)]
+
+    assert told(1.0, 10) == []
+    nodes.observer = HeartbeatEvents(mirrors=lambda: True)
+    assert told(2.0, 10) == [10]
+    assert told(4.0, 20) == []
+    assert told(7.0, 30) == [30]
+    assert told(12.0, 30) == []
+
+
 # ----- the loss -----
 
 SPIKE = LossAlarm(kind="spike", step=100, usual=2.0, level=8.0)
