@@ -100,6 +100,7 @@ class Mover:
             self._server.close()  # not without the certificate that was asked for
         self._lock = threading.Lock()
         self._looking = threading.Lock()
+        self._telling = threading.Lock()
         self._orders = MoverOrders()
         self._seen: tuple[Seen, ...] = ()
         self._reported: dict[str, SavePart] = {}
@@ -667,12 +668,13 @@ class Mover:
             )
 
     def tell(self) -> None:
-        status = self.status()
-        before = self._said
-        if before is not None and status == before:
-            return
-        self._said = status
-        self._say(status)
+        with self._telling:  # else an older status could be the last that is said
+            status = self.status()
+            before = self._said
+            if before is not None and status == before:
+                return
+            self._said = status
+            self._say(status)
 
 
 def _words(error: OSError | CopyError) -> str:

@@ -103,8 +103,11 @@ class RankCopy:
             pace.after(len(data), time.monotonic() - began)
 
     def header(self) -> Header | None:
-        """What the content says of itself."""
-        return read_header(os.pread(self.descriptor, PAGE, 0), self.size)
+        """What the content says of itself; None: nothing."""
+        try:
+            return read_header(os.pread(self.descriptor, PAGE, 0), self.size)
+        except (ValueError, TypeError):
+            return None
 
 
 def end_of(header: Header) -> int:
@@ -376,11 +379,15 @@ def fetch_snapshot(
     for rank in range(bring.first_rank, bring.first_rank + bring.ranks):
         wire.send(_asked("get_snapshot", (source.owner, bring.attempt, bring.step), rank=rank))
         about = wire.answer()
-        copy = RankCopy(int(about["size"]))
+        try:
+            size, crc = int(about["size"]), int(about["crc"])
+        except (KeyError, TypeError, ValueError):
+            raise PeerError("its answer is incomplete") from None
+        copy = RankCopy(size)
         for data in wire.data(copy.size):
             copy.write(data)
             count(len(data))
-        if not copy.whole or copy.crc != int(about["crc"]):
+        if not copy.whole or copy.crc != crc:
             raise CopyError(f"the snapshot of rank {rank} did not arrive whole")
         found.append(copy)
     return found

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.node_disks import Cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.root]
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.slow]
 
 Supervise = Callable[..., Any]
 

@@ -23,6 +23,7 @@ from supervisor.mover.snapshots import (
     SnapshotMirror,
     SnapshotsAsked,
     copy_slot,
+    fetch_snapshot,
     held,
     key_of,
     put_into_slots,
@@ -432,3 +433,42 @@ def test_only_a_part_with_a_name_of_its_own_is_taken(nodes: Callable[..., Node])
     told = SnapshotPart(attempt=1, step=10, world=4, first_rank=2, ranks=2, owner="../x", size_bytes=2 * SIZE)
     with pytest.raises(CopyError):
         b.mirror.copies.begin(key_of(told), told)
+
+
+class Liar:
+    """A peer that answers anything."""
+
+    def __init__(self, answer: dict[str, Any], data: bytes = b"") -> None:
+        self._answer, self._data = answer, data
+
+    def send(self, _: dict[str, Any]) -> None:
+        """It takes whatever is asked."""
+
+    def answer(self) -> dict[str, Any]:
+        return self._answer
+
+    def data(self, size: int) -> Iterator[bytes]:
+        yield self._data[:size]
+
+
+@pytest.mark.parametrize(
+    ("answer", "data"),
+    [
+        ({}, b""),
+        ({"size": "x", "crc": 1}, b""),
+        ({"size": -1, "crc": 1}, b""),
+        ({"size": 1 << 60, "crc": 1}, b""),
+        ({"size": 5, "crc": 1}, b"12345"),
+        ({"size": 3 * PAGE, "crc": zlib.crc32(bytes(3 * PAGE))}, bytes(3 * PAGE)),
+        ({"size": 5, "crc": zlib.crc32(b"1234")}, b"1234"),
+    ],
+)
+def test_whatever_a_peer_answers_nothing_is_taken_for_a_snapshot(
+    nodes: Callable[..., Node], answer: dict[str, Any], data: bytes
+) -> None:
+    b = nodes("b")
+    liar: Any = Liar(answer, data)
+    wanted = bring()
+    with pytest.raises((PeerError, CopyError, OSError)):
+        put_into_slots(b.files, wanted, fetch_snapshot(liar, wanted, b.source("a"), lambda _: None), lambda: None)
+    assert b.read() == []
