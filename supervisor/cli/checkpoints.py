@@ -24,6 +24,8 @@ def _listed(job: JobHandle, as_json: bool) -> None:
 
     answer = job.read("/v1/status", status_from_journal)
     shown = {key: answer.get(key) for key in ("name", "state", "step", "now", "checkpoints", "restart", "left")}
+    if mirrored := answer.get("mirrored_snapshot"):
+        shown["mirrored_snapshot"] = mirrored
     print_answer({"schema": 1, **shown}, as_json, render.checkpoints)
 
 

@@ -26,6 +26,7 @@ def test_the_spare_goes_on_from_a_mirrored_snapshot(supervise: Supervise, tmp_pa
 
         cluster.a.until(lambda: mirrored() >= 20, 60, "a snapshot to be mirrored")
         kept = mirrored()
+        assert cluster.a.told("checkpoints")["mirrored_snapshot"]["step"] >= 20
         cluster.lose("b")
         cluster.go_on()
         steps = [
