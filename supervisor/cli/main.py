@@ -21,6 +21,7 @@ from supervisor.cli.check import check
 from supervisor.cli.checkpoints import group as checkpoints
 from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
+from supervisor.cli.jobs import jobs, logs
 from supervisor.cli.nodes import nodes
 from supervisor.cli.output import print_answer, warn
 from supervisor.cli.trace import trace
@@ -44,8 +45,26 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
+HELP = {
+    "Start a run": ("run", "demo", "controller"),
+    "See a job": ("status", "watch", "incidents", "why", "timeline", "logs", "jobs", "checkpoints", "trace"),
+    "Act on a job": (
+        *("pause", "resume", "approve", "reject", "restart", "rollback", "swap", "stop", "mode"),
+        *("cordon", "uncordon"),
+    ),
+    "Look after nodes": ("check", "qualify", "nodes", "drain-requests"),
+    "Understand and plan": ("diagnose", "advise", "config", "replay", "bench"),
+}
+"""In which part of `unbroken --help` each command is listed."""
+
+
 class _Commands(click.Group):
     """Every error of ours ends the program with its sentence and its exit code."""
+
+    def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in HELP.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(80)) for name in names])
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -292,7 +311,19 @@ def replay(journal: Path, as_json: bool) -> None:
     sys.exit(ExitCode.NOT_DONE if found else ExitCode.DONE)
 
 
-for each in (check, qualify, checkpoints, drain_requests, advise, nodes, trace, *JOB_COMMANDS, *OPERATOR_COMMANDS):
+for each in (
+    check,
+    qualify,
+    checkpoints,
+    drain_requests,
+    advise,
+    nodes,
+    trace,
+    jobs,
+    logs,
+    *JOB_COMMANDS,
+    *OPERATOR_COMMANDS,
+):
     main.add_command(each)
 
 if __name__ == "__main__":

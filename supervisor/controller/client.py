@@ -84,11 +84,17 @@ def _find(job_dir: str, cwd: Path) -> Path:
         if not folder.is_dir() and not _is_journal(folder):
             raise JobNotFound(f"{folder} is neither a job folder nor a journal")
         return folder
+    jobs = jobs_of(cwd)
+    return next((job for job in jobs if job.stat().st_uid == os.geteuid()), jobs[0])  # one's own come first
+
+
+def jobs_of(cwd: Path) -> list[Path]:
+    """The job folders under `unbroken-jobs`, the newest first. Raises JobNotFound where there is none, and OSError."""
+    root = cwd / "unbroken-jobs"
     jobs = [path for path in root.iterdir() if _is_job(path)] if root.is_dir() else []
-    jobs = [job for job in jobs if job.stat().st_uid == os.geteuid()] or jobs  # one's own come first
     if not jobs:
         raise JobNotFound(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")
-    return max(jobs, key=_changed_at)
+    return sorted(jobs, key=_changed_at, reverse=True)
 
 
 def _is_job(folder: Path) -> bool:

@@ -1,0 +1,152 @@
+"""`unbroken jobs` and `unbroken logs`: which jobs there are, and what their ranks print."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import msgspec
+
+from supervisor.cli.job_commands import JobHandle, job_options, status_from_journal
+from supervisor.cli.output import print_answer
+from supervisor.config import read_plan
+from supervisor.errors import ControllerUnreachable, JobNotFound, UnbrokenError
+from supervisor.paths import LocalPaths, local_dir
+
+ASKED_AT_ONCE = 16
+
+
+# ----- jobs -----
+
+
+@click.command()
+@click.option("--dir", "where", default=".", help="Where the jobs were started.  [this folder]")
+@click.option("--last", type=click.IntRange(1), default=20, metavar="N", help="Show the newest N.  [20]")
+@click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
+def jobs(where: str, last: int, as_json: bool) -> None:
+    """List the jobs that were started here, the newest first.
+
+    Those of this folder's `unbroken-jobs`. A job that runs is asked; the journals of the others are read.
+    """
+    from supervisor.cli import render
+    from supervisor.controller.client import jobs_of
+
+    folders = jobs_of(Path(where).absolute())
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        answers = list(pool.map(_asked, folders[:last]))
+    rows = [_row(folder, answer) for folder, answer in zip(folders, answers, strict=False)]
+    print_answer({"schema": 1, "jobs": rows, "left_out": len(folders) - len(rows)}, as_json, render.jobs)
+
+
+def _asked(folder: Path) -> dict[str, Any] | None:
+    """What the job's controller answers; None where none does."""
+    try:
+        return JobHandle(str(folder), "", "").client().get("/v1/status")
+    except UnbrokenError:
+        return None
+
+
+def _row(folder: Path, answer: dict[str, Any] | None) -> dict[str, Any]:
+    """One job of the list. One whose journal cannot be read is listed too, with what is wrong."""
+    row: dict[str, Any] = {"job_dir": str(folder), "controller": answer is not None}
+    try:
+        found = JobHandle(str(folder), "", "").by_journal(status_from_journal) if answer is None else answer
+    except UnbrokenError as error:
+        return row | {"name": folder.name, "problem": str(error)}
+    fields = ("name", "state", "attempt", "step", "last_step", "incidents_total", "started_at", "ended_at", "waiting")
+    return row | {field: found[field] for field in fields} | {"problem": ""}
+
+
+# ----- logs -----
+
+
+class RankOutput(NamedTuple):
+    """A file with what a rank printed."""
+
+    node: str
+    attempt: int
+    rank: int
+    stream: str
+    path: str
+
+
+@click.command()
+@click.argument("rank", type=click.IntRange(0), required=False)
+@job_options
+@click.option("--attempt", type=click.IntRange(1), metavar="N", help="Of attempt N.  [the newest]")
+@click.option("--lines", "-n", type=click.IntRange(0), default=40, metavar="N", help="The last N lines of each.  [40]")
+@click.option("--follow", "-f", is_flag=True, help="Go on as the rank prints, until Ctrl-C.")
+def logs(job: JobHandle, rank: int | None, as_json: bool, attempt: int | None, lines: int, follow: bool) -> None:
+    """Show what RANK of the job printed on this node.
+
+    Without RANK: list the files. A rank's output is on the node that ran it; the error for another node's rank says
+    which node that is.
+    """
+    from supervisor.cli import render
+
+    if job.folder is None:
+        raise JobNotFound("give the job folder with --job-dir: the output is found by it")
+    everything = sorted(outputs(job.folder.absolute(), local_dir("", "").absolute()))
+    newest = max((one.attempt for one in everything if rank is None or one.rank == rank), default=0)
+    wanted = [one for one in everything if one.attempt == (attempt or newest) and (rank is None or one.rank == rank)]
+    if rank is None or as_json:
+        files = [one._asdict() | {"bytes": _size(one.path)} for one in wanted]
+        print_answer({"schema": 1, "job_dir": str(job.folder), "files": files}, as_json, render.logs)
+    elif not wanted:
+        raise JobNotFound(_elsewhere(job, rank, attempt, everything))
+    else:
+        _show(wanted, lines, follow)
+
+
+def outputs(job_dir: Path, local_root: Path) -> Iterator[RankOutput]:
+    """The output of all ranks of this job that ran here; the newest run of the job on each node counts."""
+    from supervisor.agent.ranks import read_streams
+
+    for file in sorted(local_root.glob("*/*/node.json")):
+        if file.parent.name.endswith(".previous"):
+            continue
+        try:
+            plan = read_plan(file)
+        except (OSError, msgspec.DecodeError):
+            continue
+        if Path(plan.job_dir) != job_dir:
+            continue
+        paths = LocalPaths(file.parent)
+        for folder in (file.parent / "attempts").glob("[0-9]*"):
+            for one in read_streams(paths.streams(int(folder.name))):
+                yield RankOutput(plan.node, int(folder.name), one.rank, one.stream, one.path)
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
+def _elsewhere(job: JobHandle, rank: int, attempt: int | None, here: Sequence[RankOutput]) -> str:
+    """Why there is nothing to show, and where it is."""
+    if known := sorted({one.attempt for one in here if one.rank == rank}):
+        return f"rank {rank} did not run here in attempt {attempt}; it ran here in attempt {', '.join(map(str, known))}"
+    try:
+        nodes = job.read("/v1/status", status_from_journal)["nodes"]
+    except ControllerUnreachable:
+        nodes = []
+    host = next((node["host"] or node["node"] for node in nodes if rank in node["ranks"]), "")
+    if not host:
+        return f"no output of rank {rank} is on this node, and the job knows no node with this rank now"
+    return f"rank {rank} runs on {host}: ssh {host} unbroken logs {rank} --job-dir {job.folder}"
+
+
+def _show(files: Sequence[RankOutput], lines: int, follow: bool) -> None:
+    """Become `tail`, which knows how to follow files that are cut or replaced."""
+    sizes = {one.path: _size(one.path) for one in files}
+    paths = [path for path, size in sizes.items() if size is not None and (size or follow)]
+    if not paths:
+        gone = [path for path, size in sizes.items() if size is None]
+        raise UnbrokenError(f"{gone[0]} is gone" if gone else f"rank {files[0].rank} has printed nothing")
+    os.execvp("tail", ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), "--", *paths])
