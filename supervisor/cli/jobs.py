@@ -32,14 +32,13 @@ def jobs(where: str, last: int, as_json: bool) -> None:
 
     Those of this folder's `unbroken-jobs`. A job that runs is asked; the journals of the others are read.
     """
-    from supervisor.cli import render
     from supervisor.controller.client import jobs_of
 
     folders = jobs_of(Path(where).absolute())
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         answers = list(pool.map(_asked, folders[:last]))
     rows = [_row(folder, answer) for folder, answer in zip(folders, answers, strict=False)]
-    print_answer({"schema": 1, "jobs": rows, "left_out": len(folders) - len(rows)}, as_json, render.jobs)
+    print_answer({"schema": 1, "jobs": rows, "left_out": len(folders) - len(rows)}, as_json, _print_jobs)
 
 
 def _asked(folder: Path) -> dict[str, Any] | None:
@@ -61,10 +60,29 @@ def _row(folder: Path, answer: dict[str, Any] | None) -> dict[str, Any]:
     return row | {field: found[field] for field in fields} | {"problem": ""}
 
 
+def _print_jobs(answer: dict[str, Any]) -> None:
+    from supervisor.cli import render
+
+    cells = []
+    for one in answer["jobs"]:
+        if one["problem"]:
+            cells.append((one["name"], "?", "", "", "", "", "", one["problem"]))
+            continue
+        step = "" if one["step"] is None else str(one["step"])
+        step += f" of {one['last_step']}" if one["last_step"] is not None else ""
+        silent = "" if one["controller"] or one["ended_at"] is not None else "no controller answers"
+        times = (render.clock(one["started_at"])[:19], render.clock(one["ended_at"])[:19])
+        counts = (str(one["attempt"]), step, str(one["incidents_total"]))
+        cells.append((one["name"], one["state"], *counts, *times, silent or one["waiting"]))
+    columns = ("job", "state", "attempt", "step", "incidents", "started", "ended", "why")
+    left_out = answer["left_out"]
+    render.rows(columns, cells, below=f"{left_out} older ones are left out: --last shows more" if left_out else "")
+
+
 # ----- logs -----
 
 
-class RankOutput(NamedTuple):
+class OutputFile(NamedTuple):
     """A file with what a rank printed."""
 
     node: str
@@ -86,8 +104,6 @@ def logs(job: JobHandle, rank: int | None, as_json: bool, attempt: int | None, l
     Without RANK: list the files. A rank's output is on the node that ran it; the error for another node's rank says
     which node that is.
     """
-    from supervisor.cli import render
-
     if job.folder is None:
         raise JobNotFound("give the job folder with --job-dir: the output is found by it")
     everything = sorted(outputs(job.folder.absolute(), local_dir("", "").absolute()))
@@ -95,14 +111,14 @@ def logs(job: JobHandle, rank: int | None, as_json: bool, attempt: int | None, l
     wanted = [one for one in everything if one.attempt == (attempt or newest) and (rank is None or one.rank == rank)]
     if rank is None or as_json:
         files = [one._asdict() | {"bytes": _size(one.path)} for one in wanted]
-        print_answer({"schema": 1, "job_dir": str(job.folder), "files": files}, as_json, render.logs)
+        print_answer({"schema": 1, "job_dir": str(job.folder), "files": files}, as_json, _print_files)
     elif not wanted:
         raise JobNotFound(_elsewhere(job, rank, attempt, everything))
     else:
         _show(wanted, lines, follow)
 
 
-def outputs(job_dir: Path, local_root: Path) -> Iterator[RankOutput]:
+def outputs(job_dir: Path, local_root: Path) -> Iterator[OutputFile]:
     """The output of all ranks of this job that ran here; the newest run of the job on each node counts."""
     from supervisor.agent.ranks import read_streams
 
@@ -118,7 +134,7 @@ def outputs(job_dir: Path, local_root: Path) -> Iterator[RankOutput]:
         paths = LocalPaths(file.parent)
         for folder in (file.parent / "attempts").glob("[0-9]*"):
             for one in read_streams(paths.streams(int(folder.name))):
-                yield RankOutput(plan.node, int(folder.name), one.rank, one.stream, one.path)
+                yield OutputFile(plan.node, int(folder.name), one.rank, one.stream, one.path)
 
 
 def _size(path: str) -> int | None:
@@ -128,7 +144,7 @@ def _size(path: str) -> int | None:
         return None
 
 
-def _elsewhere(job: JobHandle, rank: int, attempt: int | None, here: Sequence[RankOutput]) -> str:
+def _elsewhere(job: JobHandle, rank: int, attempt: int | None, here: Sequence[OutputFile]) -> str:
     """Why there is nothing to show, and where it is."""
     if known := sorted({one.attempt for one in here if one.rank == rank}):
         return f"rank {rank} did not run here in attempt {attempt}; it ran here in attempt {', '.join(map(str, known))}"
@@ -142,7 +158,7 @@ def _elsewhere(job: JobHandle, rank: int, attempt: int | None, here: Sequence[Ra
     return f"rank {rank} runs on {host}: ssh {host} unbroken logs {rank} --job-dir {job.folder}"
 
 
-def _show(files: Sequence[RankOutput], lines: int, follow: bool) -> None:
+def _show(files: Sequence[OutputFile], lines: int, follow: bool) -> None:
     """Become `tail`, which knows how to follow files that are cut or replaced."""
     sizes = {one.path: _size(one.path) for one in files}
     paths = [path for path, size in sizes.items() if size is not None and (size or follow)]
@@ -150,3 +166,17 @@ def _show(files: Sequence[RankOutput], lines: int, follow: bool) -> None:
         gone = [path for path, size in sizes.items() if size is None]
         raise UnbrokenError(f"{gone[0]} is gone" if gone else f"rank {files[0].rank} has printed nothing")
     os.execvp("tail", ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), "--", *paths])
+
+
+def _print_files(answer: dict[str, Any]) -> None:
+    from supervisor.cli import render
+
+    cells = [
+        (
+            *(str(one["rank"]), one["stream"], str(one["attempt"]), one["node"]),
+            *("gone" if one["bytes"] is None else render.size_text(one["bytes"]), one["path"]),
+        )
+        for one in answer["files"]
+    ]
+    empty = "" if cells else f"no rank of {answer['job_dir']} has printed anything on this node"
+    render.rows(("rank", "stream", "attempt", "node", "size", "file"), cells, below=empty)

@@ -664,35 +664,6 @@ def _lines(title: str, lines: Iterable[str]) -> list[RenderableType]:
 # ----- the rest -----
 
 
-def jobs(answer: dict[str, Any]) -> None:
-    table = _table("job", "state", "attempt", "step", "incidents", "started", "ended", "why")
-    for one in answer["jobs"]:
-        if one["problem"]:
-            table.add_row(one["name"], "?", "", "", "", "", "", one["problem"])
-            continue
-        is_over = one["ended_at"] is not None
-        silent = "" if one["controller"] or is_over else "no controller answers"
-        step = "" if one["step"] is None else str(one["step"])
-        step += f" of {one['last_step']}" if one["last_step"] is not None else ""
-        table.add_row(
-            *(one["name"], _styled(one["state"]), str(one["attempt"]), step, str(one["incidents_total"])),
-            *(clock(one["started_at"])[:19], clock(one["ended_at"])[:19], silent or one["waiting"]),
-        )
-    below = [Text(f"{answer['left_out']} older ones are left out: --last shows more")] if answer["left_out"] else []
-    _print(table, *below)
-
-
-def logs(answer: dict[str, Any]) -> None:
-    if not answer["files"]:
-        _print(Text(f"no rank of {answer['job_dir']} has printed anything on this node"))
-        return
-    table = _table("rank", "stream", "attempt", "node", "size", "file")
-    for one in answer["files"]:
-        size = "gone" if one["bytes"] is None else size_text(one["bytes"])
-        table.add_row(str(one["rank"]), one["stream"], str(one["attempt"]), one["node"], size, one["path"])
-    _print(table)
-
-
 def timeline(answer: dict[str, Any]) -> None:
     for row in answer["rows"]:
         incident = f"{row['incident']}: " if row["incident"] else ""
