@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from diagnosis.signals import Frozen
+from recovery.group_tests import BUSY
 from recovery.ledger import TestResult, TestVerdict
 
 GPU_MARGIN: Final = 0.1
@@ -24,8 +25,6 @@ CPU_MARGIN: Final = 0.5
 ENOUGH: Final = 4
 """So many figures of one kind, its own included, are enough to compare."""
 SPREADS: Final = 3.0 * 1.4826
-BUSY: Final = 0.2
-"""Who waits so much of its time for a CPU is slow because of others."""
 FRACTION: Final = 0.5
 """Of the time after which a test was ended, others must have needed at most so much, for it to count."""
 LESS_IS_BETTER: Final = frozenset({"s"})

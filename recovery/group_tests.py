@@ -19,7 +19,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final, Literal, NamedTuple
 
-from diagnosis.signals import Frozen
+from diagnosis.signals import Frozen, clean_line
+from recovery.ledger import TestResult, TestVerdict
 
 NEAR: Final = 16
 """Partners are looked for among so many good nodes on either side."""
@@ -55,6 +56,46 @@ class GroupOutcome(Frozen, frozen=True, kw_only=True):
     """Test -> seconds, of the slowest rank."""
     busy: str = ""
     """The CPUs of all its nodes were busy with others: that it failed or was slow says nothing of them. In words."""
+
+
+class GroupPart(Frozen, frozen=True, kw_only=True):
+    """What the ranks of one node say of their group's test."""
+
+    failed: str = ""
+    """Why, in words; empty: they went through, with right results."""
+    wrong: bool = False
+    """Data was wrong, however busy the CPUs were."""
+    seconds: dict[str, float] = {}
+    """Test -> seconds, of the slowest of them."""
+    waited: float = 0.0
+    """The share of its time that one of them waited for a CPU."""
+    unknown: str = ""
+    """Why nothing is known of it, for a reason that is not the node's devices or network: in words."""
+
+
+BUSY: Final = 0.2
+"""Who waits so much of its time for a CPU is slow because of others."""
+
+
+def group_outcome(nodes: Sequence[str], parts: Mapping[str, GroupPart | None]) -> GroupOutcome:
+    """What the nodes together say of their group. None: the node was not heard of again."""
+    silent = [node for node in nodes if parts.get(node) is None]
+    if silent:
+        return GroupOutcome(nodes=tuple(nodes), failed=f"{', '.join(silent)} was not heard of again")
+    here = {node: part for node in nodes if (part := parts[node]) is not None}
+    if unknown := [f"{node}: {part.unknown}" for node, part in here.items() if part.unknown]:
+        why = clean_line("; ".join(unknown), 400)
+        return GroupOutcome(nodes=tuple(nodes), failed=why, busy="it was not made as it should be")
+    least, busy = min((part.waited for part in here.values()), default=0.0), ""
+    if least >= BUSY and not any(part.wrong for part in here.values()):
+        busy = f"the CPUs of all its nodes are busy: ranks waited for one {100 * least:.0f} % of their time or more"
+    if words := [f"{node}: {part.failed}" for node, part in here.items() if part.failed]:
+        return GroupOutcome(nodes=tuple(nodes), failed=clean_line("; ".join(words), 400), busy=busy)
+    seconds: dict[str, float] = {}
+    for part in here.values():
+        for test, took in part.seconds.items():
+            seconds[test] = max(seconds.get(test, 0.0), took)
+    return GroupOutcome(nodes=tuple(nodes), seconds=seconds, busy=busy)
 
 
 class Blamed(Frozen, frozen=True, kw_only=True):
@@ -142,6 +183,64 @@ def _shared_domain(known: _Known, nodes: Iterable[str], domains: Mapping[str, st
         return ""
     (domain,) = found
     return domain if not any(domains.get(node) == domain for node in nodes if node not in known.bad) else ""
+
+
+PAIR_TEST: Final = "pairs"
+CPU_PAIR_MARGIN: Final = Margin(1.0, 0.05)
+GPU_PAIR_MARGIN: Final = Margin(0.1, 0.000_02)
+
+
+def pair_margin(kinds: Iterable[str]) -> Margin:
+    """How much slower than others is slow. Gloo between shared CPUs is no measure for less than twice."""
+    return CPU_PAIR_MARGIN if any(kind.endswith(" CPU") for kind in kinds) else GPU_PAIR_MARGIN
+
+
+def pair_results(conclusion: PairConclusion, rounds: Sequence[Sequence[GroupOutcome]], at: float) -> list[TestResult]:
+    """A result for each node."""
+    partners: dict[str, dict[str, None]] = {}
+    failed: dict[str, str] = {}
+    for outcome in (one for some in rounds for one in some):
+        for node in outcome.nodes:
+            why = "; ".join(text for text in (outcome.failed, outcome.busy) if text)
+            failed[node] = why or failed.get(node, "")
+            partners.setdefault(node, {}).update(dict.fromkeys(other for other in outcome.nodes if other != node))
+    named = {one.node: one for one in conclusion.named}
+    bad = {one.node: one for one in conclusion.bad}
+    found = []
+    for node, others in partners.items():
+        verdict: TestVerdict
+        if node in named:
+            one = named[node]
+            verdict, reason = "fail", f"{one.how} with {' and with '.join(one.partners)}, which do well: {one.why}"
+        elif node in bad:
+            shared = f"so does all of {conclusion.domain}" if conclusion.domain else "so do most nodes"
+            verdict, reason = "unknown", f"{bad[node].how}, and {shared}: {bad[node].why}"
+        elif node in conclusion.good:
+            verdict, reason = "pass", f"did well with {', '.join(others)}"
+        else:
+            verdict, reason = "unknown", f"no partner is proven good; {failed[node] or 'it was slow'}"
+        found.append(
+            TestResult(
+                node=node, test=PAIR_TEST, verdict=verdict, reason=clean_line(reason, 500), peers=tuple(others), at=at
+            )
+        )
+    return found
+
+
+FEWEST: Final = 3
+"""Of two nodes nobody can say which one is bad."""
+CONTROLLED: Final = 2
+"""Beside a good node for each suspect, so many more: what they take is usual."""
+
+
+def with_partners(suspects: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """Who is tested because of these suspects: they first, so that they meet each other in round one, then as many of
+    the `others` as are needed, the first ones first. Empty: there are too few to say anything.
+    """
+    wanted = len(suspects) + CONTROLLED
+    wanted += (len(suspects) + wanted) % 2
+    found = (*suspects, *others[:wanted])
+    return found if suspects and len(found) >= FEWEST else ()
 
 
 # ----- what is known -----

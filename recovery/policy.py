@@ -121,6 +121,8 @@ class Situation(Frozen, frozen=True, kw_only=True):
     """Restarts for a hang of the same kind at the same place and step; 0 where the attempt cannot go on."""
     may_requeue: bool = False
     """The scheduler can be asked to start the job again on other nodes."""
+    failed_tests: bool = False
+    """Active tests name the culprits: each failed with two partners that do well with others."""
 
 
 def plan(verdict: Verdict, situation: Situation) -> Plan:
@@ -258,6 +260,8 @@ def _names(cordons: tuple[Cordon, ...]) -> str:
 
 def _wants_cordon(verdict: Verdict, situation: Situation) -> bool:
     """Whether the culprits' nodes should be left out."""
+    if situation.failed_tests:
+        return True
     if verdict.confidence < SURE_ENOUGH:
         return False
     if verdict.failure_class is FailureClass.NCCL_NETWORK:
@@ -266,6 +270,25 @@ def _wants_cordon(verdict: Verdict, situation: Situation) -> bool:
     if verdict.action in ("cordon_gpu_and_restart", "cordon_node_and_restart", "restart_excluding"):
         return True
     return TAXONOMY[verdict.failure_class].retry == "exclude" and verdict.action != "restart"
+
+
+_SUSPICIONS: Final = frozenset({FailureClass.NCCL_TIMEOUT})
+"""Symptoms behind which a bad node may be, besides the classes whose cure is to leave a node out."""
+
+
+def suspects(verdict: Verdict, situation: Situation, plan: Plan) -> tuple[str, ...]:
+    """Nodes whose hardware or network is suspected and not proven to be the cause: worth a test before the restart.
+
+    Not where the answer could change nothing: the plan is no restart, or no node could take the place of a bad one.
+    """
+    entry = TAXONOMY[verdict.failure_class]
+    machine = entry.retry == "exclude" and entry.domain in ("accelerator", "host", "network", "performance")
+    if not (machine or verdict.failure_class in _SUSPICIONS) or _wants_cordon(verdict, situation):
+        return ()
+    if plan.kind != "restart" or (_short(situation, 1) and not situation.may_requeue):
+        return ()
+    spared = {*situation.lost, *situation.vouched}
+    return tuple(dict.fromkeys(one.node for one in verdict.culprits if one.node and one.node not in spared))
 
 
 def _nodes_to_cordon(verdict: Verdict, situation: Situation) -> tuple[Cordon, ...]:

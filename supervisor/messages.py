@@ -14,7 +14,8 @@ import msgspec
 from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, LossAlarm, NodeEvidence, RankSample, clean_line
 from recovery.checkpoint import Checkpoint, Preparation, Resume
-from recovery.ledger import LedgerRecord
+from recovery.group_tests import GroupPart
+from recovery.ledger import LedgerRecord, TestResult
 from recovery.policy import Mode
 from recovery.rollback import Guard
 from recovery.scheduling import LeavingNode, RequestOutcome
@@ -77,6 +78,8 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     """What becomes of a node with a proven hardware fault in the ledger of all jobs; empty: there is none."""
     mirror_snapshots: bool = False
     """Snapshots in memory are copied to a peer's memory."""
+    test_suspects: bool = False
+    """Nodes that a verdict suspects without proof are tested before the restart. (Journals of before have none.)"""
 
 
 class StoreOffer(Frozen, frozen=True, kw_only=True):
@@ -149,6 +152,45 @@ class SpaceReported(Frozen, frozen=True, kw_only=True):
     """Folders without room, and why, in words; none: there is room."""
 
 
+SuiteName = Literal["quick", "full"]
+
+
+class NodeTestOrder(Frozen, frozen=True, kw_only=True):
+    """Active tests that a node is to make: by itself (`suite`), or in one group after the other."""
+
+    number: int
+    budget_s: float
+    """So long they may take altogether."""
+    suite: SuiteName | None = None
+    round: int = 0
+    """0: get ready, and say where the node would keep a group's store."""
+    world: int = 0
+    """How many ranks the node's group of this round has; 0: the node is in none."""
+    first_rank: int = 0
+    host: str = ""
+    port: int = 0
+    """Where rank 0 keeps the store."""
+
+
+class NodeTestReport(Frozen, frozen=True, kw_only=True):
+    """How far a node is with its `NodeTestOrder`."""
+
+    number: int
+    round: int = 0
+    """The newest that it has made; 0: it is ready."""
+    problem: str = ""
+    """Why it makes none of the tests, or no more of them, in words."""
+    address: str = ""
+    port: int = 0
+    """Where it would keep the store of the next group."""
+    devices: int = 0
+    kind: str = ""
+    part: GroupPart | None = None
+    """Of that round."""
+    results: tuple[TestResult, ...] = ()
+    """Of a suite, which is over with them."""
+
+
 class Heartbeat(Frozen, frozen=True, kw_only=True, tag="heartbeat"):
     """The whole state of a node. Sent every second, and at once when something changes."""
 
@@ -201,6 +243,8 @@ class Heartbeat(Frozen, frozen=True, kw_only=True, tag="heartbeat"):
     """Unix time on the node when this heartbeat left, where it asks for the controller's (`ClockReply`)."""
     clock_offset_s: float | None = None
     """The node's clock minus the controller's; None while it is not known."""
+    tests: NodeTestReport | None = None
+    """While the node is asked for active tests: how far they are."""
 
 
 class Hello(Frozen, frozen=True, kw_only=True, tag="hello"):
@@ -289,6 +333,8 @@ class Assignment(Frozen, frozen=True, kw_only=True, tag="assignment"):
     evidence: EvidenceRequest | None = None
     trace: TraceRequest | None = None
     space: SpaceWanted | None = None
+    tests: NodeTestOrder | None = None
+    """Active tests to be made now, where no rank of the job runs on the node."""
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT (once for each `wake_number`)."""
     wake_number: int = 0
@@ -678,6 +724,13 @@ class SpaceSeen(Event, frozen=True, kw_only=True, tag="space_seen"):
     """As in `SpaceReported`."""
 
 
+class NodeTested(Event, frozen=True, kw_only=True, tag="node_tested"):
+    """How far a node is with its active tests; sent when that has changed."""
+
+    node: str
+    report: NodeTestReport
+
+
 class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
     node: str
     signal: str
@@ -706,6 +759,7 @@ CommandName = Literal[
     "rollback",
     "swap",
     "trace",
+    "qualify",
 ]
 
 
@@ -878,6 +932,7 @@ AnyEvent = (
     | ReplicasDiffer
     | SnapshotSeen
     | SpaceSeen
+    | NodeTested
     | StopRequested
     | NodeDone
     | TimerFired

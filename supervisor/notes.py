@@ -116,6 +116,25 @@ KINDS: Final[dict[str, Kind]] = {
     "stragglers_gone": _kind("{who} no longer [one?slows][!one?slow] the others down"),
     "input_wait": _kind("{what}"),
     "input_wait_gone": _kind("the ranks wait for data no longer"),
+    # active tests
+    "suspects_tested": _kind(
+        "{nodes} and {partners} test each other before the next attempt, at most {at_most:.0f} s: who is to blame is "
+        "not proven"
+    ),
+    "suspects_known": _kind(
+        "active tests ({took_s:took}):[ {failed} failed with two good partners ({why})][ {passed} did well]"
+        "[ {between} do well with others, and fail together: look between them][ nobody is named: {unknown}]"
+    ),
+    "qualify_begins": _kind("{node} makes the {suite} active tests, at most {at_most:.0f} s"),
+    "qualify_passed": _kind(
+        "{node}: {passed:#active test} passed, none failed[, {unknown} unknown]. `unbroken uncordon {node}` lets this "
+        "job use a cordoned node again"
+    ),
+    "qualify_failed": _kind("{node} failed active tests: {what}. `unbroken cordon {node}` keeps this job off it"),
+    "qualify_unknown": _kind("{node} was not tested: {why}"),
+    "qualify_absent": _kind("{node} is no node of this job, or is lost: run `unbroken qualify` on the node itself"),
+    "qualify_in_use": _kind("{node} runs ranks of attempt {attempt}: only a spare or cordoned node can be tested"),
+    "qualify_twice": _kind("{node} makes active tests already"),
     # planned swaps
     "swap_planned": _kind(
         "{node} leaves at the next checkpoint[, about {about:hm}]: {why}[ ({seen})][; a swap costs about {cost_s} s]"

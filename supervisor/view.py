@@ -56,6 +56,24 @@ class NodeView(Frozen, frozen=True, kw_only=True):
     """Its clock minus the controller's; only a live controller knows it."""
 
 
+class SuspectTestsView(Frozen, frozen=True, kw_only=True):
+    """Active tests of the nodes that a verdict suspects, before the next attempt."""
+
+    suspects: tuple[str, ...]
+    partners: tuple[str, ...] = ()
+    """At most 16 of them."""
+    rounds: int = 0
+    took_s: float | None = None
+    """None: they are under way."""
+    failed: dict[str, str] = {}
+    """Node -> how, with which two partners that do well with others."""
+    passed: tuple[str, ...] = ()
+    between: tuple[tuple[str, ...], ...] = ()
+    """Who does well with others, and fails together."""
+    unknown: str = ""
+    """Why nobody could be named, in words."""
+
+
 class IncidentView(Frozen, frozen=True, kw_only=True):
     id: str
     trigger: str
@@ -70,6 +88,8 @@ class IncidentView(Frozen, frozen=True, kw_only=True):
     plan: Plan | None = None
     revised: str = ""
     """Verdict and plan before evidence that came late changed them, in words."""
+    tests: SuspectTestsView | msgspec.UnsetType = msgspec.UNSET
+    """Only where suspects were tested."""
     next_attempt: int | None = None
     seconds: dict[str, float] = {}
     """Phase (`PHASES`) -> seconds; phases not reached are absent."""

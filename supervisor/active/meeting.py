@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -24,16 +24,20 @@ from msgspec.structs import replace
 from diagnosis.signals import Frozen, clean_line
 from recovery.active_verdicts import Figure, judge, to_repeat
 from recovery.group_tests import (
+    PAIR_TEST,
     GroupOutcome,
-    Margin,
+    GroupPart,
     Narrowed,
     PairConclusion,
     conclude,
+    group_outcome,
     narrowed,
     next_groups,
     next_halves,
+    pair_margin,
+    pair_results,
 )
-from recovery.ledger import TestResult, TestVerdict
+from recovery.ledger import TestResult
 from supervisor.active.children import GONE_S, ChildReport
 from supervisor.active.suite import (
     NODE_FAMILIES,
@@ -44,7 +48,7 @@ from supervisor.active.suite import (
     Suite,
     families_of,
     find_devices,
-    group_outcome,
+    part_of,
     run_group,
     run_node,
 )
@@ -454,14 +458,14 @@ class Leader:
                 }
                 first += node.hello.devices
         answers = self._ask_all(orders, self._suite.group_s + GONE_S)
-        reports: dict[str, Sequence[ChildReport] | None] = {}
+        parts: dict[str, GroupPart | None] = {}
         for name, answer in answers.items():
-            reports[name] = None
+            parts[name] = None
             with contextlib.suppress(msgspec.ValidationError):
                 if answer is not None:
                     told = msgspec.convert(answer, GroupReports)
-                    reports[name], self._nodes[name].port = told.reports, told.port
-        return [group_outcome(group, reports) for group in groups]
+                    parts[name], self._nodes[name].port = part_of(told.reports), told.port
+        return [group_outcome(group, parts) for group in groups]
 
 
 def _hang_up(connection: socket.socket) -> None:
@@ -481,50 +485,6 @@ def natural(name: str) -> tuple[object, ...]:
             number = ""
         parts.append(character)
     return tuple(parts)
-
-
-CPU_PAIR_MARGIN: Final = Margin(1.0, 0.05)
-GPU_PAIR_MARGIN: Final = Margin(0.1, 0.000_02)
-
-
-def pair_margin(kinds: Iterable[str]) -> Margin:
-    """How much slower than others is slow. Gloo between shared CPUs is no measure for less than twice."""
-    return CPU_PAIR_MARGIN if any(kind.endswith(" CPU") for kind in kinds) else GPU_PAIR_MARGIN
-
-
-PAIR_TEST: Final = "pairs"
-
-
-def pair_results(conclusion: PairConclusion, rounds: Sequence[Sequence[GroupOutcome]], at: float) -> list[TestResult]:
-    """A result for each node."""
-    partners: dict[str, dict[str, None]] = {}
-    failed: dict[str, str] = {}
-    for outcome in (one for some in rounds for one in some):
-        for node in outcome.nodes:
-            why = "; ".join(text for text in (outcome.failed, outcome.busy) if text)
-            failed[node] = why or failed.get(node, "")
-            partners.setdefault(node, {}).update(dict.fromkeys(other for other in outcome.nodes if other != node))
-    named = {one.node: one for one in conclusion.named}
-    bad = {one.node: one for one in conclusion.bad}
-    found = []
-    for node, others in partners.items():
-        verdict: TestVerdict
-        if node in named:
-            one = named[node]
-            verdict, reason = "fail", f"{one.how} with {' and with '.join(one.partners)}, which do well: {one.why}"
-        elif node in bad:
-            shared = f"so does all of {conclusion.domain}" if conclusion.domain else "so do most nodes"
-            verdict, reason = "unknown", f"{bad[node].how}, and {shared}: {bad[node].why}"
-        elif node in conclusion.good:
-            verdict, reason = "pass", f"did well with {', '.join(others)}"
-        else:
-            verdict, reason = "unknown", f"no partner is proven good; {failed[node] or 'it was slow'}"
-        found.append(
-            TestResult(
-                node=node, test=PAIR_TEST, verdict=verdict, reason=clean_line(reason, 500), peers=tuple(others), at=at
-            )
-        )
-    return found
 
 
 # ----- how they find each other -----

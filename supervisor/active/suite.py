@@ -17,9 +17,8 @@ from typing import Any, Final, NamedTuple
 from msgspec.structs import replace
 
 from diagnosis.signals import clean_line
-from recovery.active_verdicts import BUSY as BUSY_SHARE
 from recovery.active_verdicts import LESS_IS_BETTER, Figure
-from recovery.group_tests import GroupOutcome
+from recovery.group_tests import GroupPart
 from supervisor.active.children import ChildReport, WarmParent, run_children
 from supervisor.errors import ActiveTestsImpossible, CheckRefused
 from supervisor.node_health.check import Options, answer, table
@@ -305,36 +304,21 @@ def run_group(bench: ActiveSetup, devices: Devices, suite: Suite, order: GroupOr
     return bench.run(orders, suite.group_s, group=True, listen=order.listen)
 
 
-def group_outcome(nodes: Sequence[str], reports: Mapping[str, Sequence[ChildReport] | None]) -> GroupOutcome:
-    """What the nodes' children together say of their group. None: the node was not heard of again."""
-    silent = [node for node in nodes if reports.get(node) is None]
-    if silent:
-        return GroupOutcome(nodes=tuple(nodes), failed=f"{', '.join(silent)} was not heard of again")
-    troubles = [(node, _trouble(one)) for node in nodes for one in reports[node] or ()]
-    words = [f"{node}: {why}" for node, why in troubles if why]
-    busy = _busy(nodes, reports)
-    if words:
-        return GroupOutcome(nodes=tuple(nodes), failed=clean_line("; ".join(words), 400), busy=busy)
+def part_of(reports: Sequence[ChildReport]) -> GroupPart:
+    """What one node's children say of their group."""
     seconds: dict[str, float] = {}
-    for node in nodes:
-        for report in reports[node] or ():
-            for line in report.lines:
-                value = _typical(line, report.kind)
-                if isinstance(line.get("test"), str) and line.get("unit") == "s" and value is not None:
-                    test = clean_line(line["test"], 80)
-                    seconds[test] = max(seconds.get(test, 0.0), value)
-    return GroupOutcome(nodes=tuple(nodes), seconds=seconds, busy=busy)
-
-
-def _busy(nodes: Sequence[str], reports: Mapping[str, Sequence[ChildReport] | None]) -> str:
-    """In words: the ranks of every node waited for CPUs. Where one node's did, the node may be what is slow."""
-    waited = [max((one.waited for one in reports[node] or ()), default=0.0) for node in nodes]
-    wrong = any(
-        line.get("test") and not line.get("ok") for node in nodes for one in reports[node] or () for line in one.lines
+    for report in reports:
+        for line in report.lines:
+            value = _typical(line, report.kind)
+            if isinstance(line.get("test"), str) and line.get("unit") == "s" and value is not None:
+                test = clean_line(line["test"], 80)
+                seconds[test] = max(seconds.get(test, 0.0), value)
+    return GroupPart(
+        failed=clean_line("; ".join(why for one in reports if (why := _trouble(one))), 400),
+        wrong=any(line.get("test") and not line.get("ok") for one in reports for line in one.lines),
+        seconds=seconds,
+        waited=max((one.waited for one in reports), default=0.0),
     )
-    if wrong or min(waited, default=0.0) < BUSY_SHARE:
-        return ""
-    return f"the CPUs of all its nodes are busy: ranks waited for one {100 * min(waited):.0f} % of their time or more"
 
 
 def _trouble(report: ChildReport) -> str:

@@ -77,6 +77,7 @@ class _Seen:
     evidence: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     stop_request: str = ""
     space: m.SpaceReported | None = None
+    tests: m.NodeTestReport | None = None
     done: bool = False
     lost: bool = False
     quiet: bool = False
@@ -340,6 +341,9 @@ class HeartbeatEvents:
         if beat.space is not None and beat.space != seen.space:
             events.append(m.SpaceSeen(at=now, node=beat.node, number=beat.space.number, full=beat.space.full))
         seen.space = beat.space
+        if beat.tests is not None and beat.tests != seen.tests:
+            events.append(m.NodeTested(at=now, node=beat.node, report=beat.tests))
+        seen.tests = beat.tests
         known = max(0, seen.findings - beat.findings_from)
         fresh = beat.findings[known:]
         if fresh:

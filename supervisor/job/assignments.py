@@ -10,6 +10,7 @@ import msgspec
 from supervisor.job.attempts import Attempts, Space
 from supervisor.job.core import Core
 from supervisor.job.mirrors import SnapshotPlan
+from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.traces import Traces
@@ -29,9 +30,10 @@ class Assignments:
         scheduler: SchedulerRequests,
         space: Space,
         traces: Traces,
+        tests: NodeTests,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
-        self._scheduler, self._space, self._traces = scheduler, space, traces
+        self._scheduler, self._space, self._traces, self._tests = scheduler, space, traces, tests
         self.sent: dict[str, Assignment] = {}
         """Node -> its newest assignment."""
         self._version = 0
@@ -144,7 +146,7 @@ class Assignments:
             save_awaited=self._nodes.save_awaited,
             round=None if attempt.adopted else attempt.round,  # where its ranks met is not known, nor needed
             resume=attempt.resume,
-            paused=(core.paused or wanted is not None) and core.state == "RECOVERING",
+            paused=(core.paused or wanted is not None or self._tests.is_awaited) and core.state == "RECOVERING",
         )
 
     def _desired(
@@ -173,6 +175,7 @@ class Assignments:
             prepare=attempt.prepare if attempt is not None and prepares else (),
             evidence=node.request,
             trace=self._traces.of(node.name),
+            tests=self._tests.order(node.name),
             wake=node.wake,
             wake_number=node.wake_number,
             ask=node.ask if member else "",

@@ -15,6 +15,7 @@ import msgspec
 
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding
+from recovery.group_tests import PairConclusion
 from recovery.policy import Mode
 from supervisor.messages import (
     JobSpec,
@@ -45,7 +46,7 @@ a guard acts. `swap`: a node leaves as it was planned."""
 TimerName = Literal[
     "again", "backoff", "degraded", "device", "end", "evidence", "finish", "form", "gather", "hold", "last_orders",
     "nodes", "orders", "requeue", "settle", "silence", "stacks", "start", "step_end", "stood",
-    "tiers",
+    "tests", "tiers",
 ]  # fmt: skip
 """`Job` says what each is for, in its table of timers."""
 
@@ -212,6 +213,19 @@ class ProposeSwap(Want, frozen=True):
     finding: Finding
     node: str
     """Whose agent has found it."""
+
+
+class SuspectsTested(Want, frozen=True):
+    """The active tests of an incident's suspects are over."""
+
+    incident: str
+    suspects: tuple[str, ...]
+    partners: tuple[str, ...]
+    took_s: float
+    conclusion: PairConclusion | None
+    """None: no test was made."""
+    unknown: str = ""
+    """Why not, or why no more of them were, in words."""
 
 
 class RanksSaved(Want, frozen=True):

@@ -27,6 +27,7 @@ from diagnosis.signals import Evidence, Finding, NodeEvidence, clean_line, rank_
 from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.checkpoint import ResumeSituation
+from recovery.group_tests import Blamed, PairConclusion
 from recovery.policy import Plan, RestartBudget
 from recovery.swaps import PROVEN, SHARED_S, STORM_NODES, STORM_S
 from supervisor import messages as m
@@ -40,6 +41,7 @@ from supervisor.job.core import (
     OpenIncident,
     Proceed,
     ProposeSwap,
+    SuspectsTested,
     Timer,
     Trigger,
     Wants,
@@ -47,11 +49,12 @@ from supervisor.job.core import (
     cancel,
 )
 from supervisor.job.ledger import ClusterLedger
+from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.messages import JobRequeued, Note, NoteValue, Outcome
 from supervisor.notes import note, text_of
-from supervisor.view import IncidentView, utc
+from supervisor.view import IncidentView, SuspectTestsView, utc
 
 RECORDS_KEPT = 200
 WINDOW_BEFORE_S = 600.0
@@ -117,6 +120,10 @@ class IncidentRecord:
     """Late evidence has changed its plan: that happens once."""
     counted_as: FailureClass | None = None
     """Its class when it was first counted: counters never go back."""
+    suspects: tuple[str, ...] = ()
+    """Nodes that are to be tested before the restart."""
+    tests: SuspectTestsView | None = None
+    """Active tests of the nodes that its verdict suspects."""
     next_attempt: int | None = None
     phase_ends: dict[str, float] = dataclasses.field(default_factory=dict)
     """Phase of the recovery -> when it ended."""
@@ -230,6 +237,7 @@ class IncidentRecord:
             verdict=self.verdict,
             plan=self.plan,
             revised=self.revised,
+            tests=self.tests if self.tests is not None else msgspec.UNSET,
             next_attempt=self.next_attempt,
             seconds={phase: round(s, 3) for phase, s in self.seconds().items()},
             lost_s=round(self.lost_s(now), 3),
@@ -425,6 +433,9 @@ EXAMINE_AGAIN_S = 600.0
 """A hang that was left alone and lasts this much longer is none to be left alone."""
 AWAKE_S = 30.0
 """Ranks that were continued late get this long, and three steps, to show progress."""
+TESTED_SHOWN: Final = 16
+TESTS_SURE: Final = 0.9
+"""How sure a verdict is whose culprits failed in active tests, relative to others and twice."""
 WORKER_FAILED = 1
 """torchrun's own exit code for any failed worker."""
 REVIEW_S = 60.0
@@ -497,11 +508,12 @@ class Incidents:
         attempts: Attempts,
         space: Space,
         scheduler: SchedulerRequests,
+        tests: NodeTests,
         ledger: ClusterLedger,
         conclude: Conclude,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
-        self._space, self._scheduler, self._ledger = space, scheduler, ledger
+        self._space, self._scheduler, self._tests, self._ledger = space, scheduler, tests, ledger
         self._conclude_by = conclude
         self.log = IncidentLog()
         self.lessons = Lessons()
@@ -894,7 +906,9 @@ class Incidents:
         yield from self._scheduler.comment(text_of(record.note("verdict", **said)))
         if self._ran_long_unseen(attempt):
             self.progress_made()
-        record.plan = plan = policy.plan(verdict, self._situation(record, verdict, attempt))
+        situation = self._situation(record, verdict, attempt)
+        record.plan = plan = policy.plan(verdict, situation)
+        record.suspects = policy.suspects(verdict, situation, plan)
         record.attempt_under_review = attempt
         self._remember(verdict, attempt, now)
         observe = self._core.mode == "observe"
@@ -1107,6 +1121,9 @@ class Incidents:
             yield from self._attempts.roll_back(plan.rollback, plan.skip_batches)
         self._scheduler.approve_requeue(by_operator and plan.kind == "requeue")
         yield from self._leave_out(record, plan, by_operator)
+        tested = record.suspects and not by_operator and self._core.mode == "enforce"
+        if tested and (yield from self._tests.begin(record.id, record.suspects)):  # the next attempt waits for them
+            record.tests = SuspectTestsView(suspects=record.suspects)
         at_once = by_operator and self._core.paused  # nothing would go on by itself after a back-off
         yield NextAttempt(0.0 if at_once else plan.delay_s, by_operator)
 
@@ -1119,6 +1136,74 @@ class Incidents:
             elif cordons.of(cordon.node, self._core.now) is None:
                 yield record.note("cordoned", loud=True, node=cordon.node, reason=cordon.reason)
                 yield from self._scheduler.cordon(cordon, approved=by_operator)
+
+    # ----- active tests of suspects -----
+
+    def tested(self, want: SuspectsTested) -> Wants:
+        """Who failed with two good partners is left out, as far as policy may; whatever came of it, the job goes on."""
+        record, found = self.log.get(want.incident), want.conclusion
+        if record is None:
+            return
+        named = found.named if found is not None else ()
+        good = set(found.good) if found is not None else set()
+        record.tests = SuspectTestsView(
+            suspects=want.suspects,
+            partners=want.partners[:TESTED_SHOWN],
+            rounds=found.rounds if found is not None else 0,
+            took_s=round(want.took_s, 1),
+            failed={one.node: f"{one.how} with {' and with '.join(one.partners)}: {one.why}" for one in named},
+            passed=tuple(name for name in want.suspects if name in good),
+            between=found.links[:TESTED_SHOWN] if found is not None else (),
+            unknown=want.unknown or _why_unknown(found),
+        )
+        record.mark("test", self._core.now)
+        yield record.note(
+            "suspects_known",
+            loud=True,
+            failed=tuple(record.tests.failed),
+            passed=record.tests.passed,
+            between=tuple(" and ".join(link) for link in record.tests.between),
+            why="; ".join(record.tests.failed.values()),
+            unknown=record.tests.unknown,
+            took_s=want.took_s,
+        )
+        if named and record.closed_at is None and not record.replanned:
+            yield from self._leave_out_tested(record, named)
+        yield Proceed()
+
+    def _leave_out_tested(self, record: IncidentRecord, named: tuple[Blamed, ...]) -> Wants:
+        attempt, before = record.attempt_under_review, record.verdict
+        if attempt is None or before is None:
+            return
+        names = " and ".join(one.node for one in named)
+        texts = [
+            Evidence(text=f"{one.node} {one.how} in active tests: {one.why}"[:300], source="tests", node=one.node)
+            for one in named
+        ]
+        verdict = msgspec.structs.replace(
+            before,
+            culprits=tuple(Culprit(node=one.node) for one in named),
+            confidence=max(before.confidence, TESTS_SURE),
+            action="cordon_node_and_restart",
+            why=f"{before.why.rstrip('.')}; {names} failed active tests with two good partners",
+            evidence=(*texts, *before.evidence)[: len(before.evidence) + TESTED_SHOWN],
+        )
+        situation = self._situation_under_review(record, verdict, attempt)
+        plan = policy.plan(verdict, msgspec.structs.replace(situation, failed_tests=True))
+        said = _of_verdict(verdict)
+        if refused := self._may_not_act():
+            yield record.note("reviewed_refused", loud=True, **said, plan=plan.why, because=refused)
+        elif plan.cordons:
+            self._revise(record, verdict)
+            yield record.note("reviewed", loud=True, **said, plan=plan.why)
+            yield from self._replan(record, plan)
+        else:
+            self._revise(record, verdict)
+            yield record.note("reviewed_plan_stays", loud=True, **said, plan=plan.why if plan.breaker else "")
+            if plan.breaker:
+                record.plan = plan
+                yield from self.hold(plan.why)
+                self._breaker_holds = True
 
     def _wait_for_space(self, record: IncidentRecord, plan: Plan) -> Wants:
         """What is left of the attempt ends; nothing is prepared, moved or started before there is room."""
@@ -1294,6 +1379,7 @@ class Incidents:
             self._revise(record, verdict)
             yield record.note("reviewed", loud=True, **said, plan=plan.why)
             yield from self._replan(record, plan)
+            yield from self._tests.stop("late evidence tells more")
         elif surer:
             self._revise(record, verdict)
             stays = plan.why if plan.breaker else ""
@@ -1422,6 +1508,17 @@ def _of_verdict(verdict: Verdict) -> dict[str, Any]:
         "confidence": verdict.confidence,
         "why": verdict.why.rstrip("."),
     }
+
+
+def _why_unknown(found: PairConclusion | None) -> str:
+    """Why nobody could be named although some did not do well, in words."""
+    if found is None or not (found.bad or found.unproven):
+        return ""
+    if found.domain:
+        return f"all that fail are of {found.domain}"
+    if found.most:
+        return f"only {len(found.good)} of {len(found.good) + len(found.bad) + len(found.unproven)} nodes do well"
+    return f"no two good partners for {', '.join(found.unproven[:8])}" if found.unproven else ""
 
 
 def _may_be_complete(attempt: Attempt) -> bool:

@@ -24,6 +24,7 @@ fields, and changes nothing else; it calls those above it in this list:
     attempts      forming, starting, running, finishing
     space         waiting for room on disks
     scheduler     requests to drain nodes and to start the job again
+    tests         active tests of suspects before the next attempt, and of idle nodes
     incidents     from the first sign of a failure to the plan that is carried out
     hangs         hangs, stopped ranks, silence
     degraded      what is wrong while the attempt goes on
@@ -84,6 +85,7 @@ from supervisor.job.core import (
     Recovered,
     RefreshAndProceed,
     ReplaceOutcome,
+    SuspectsTested,
     Timer,
     TimerName,
     Wants,
@@ -93,6 +95,7 @@ from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Conclude, Degraded, Incidents
 from supervisor.job.ledger import ClusterLedger
 from supervisor.job.loss import LossGuard
+from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
 from supervisor.job.replicas import ReplicaGuard
@@ -173,7 +176,8 @@ class Job:
         self.attempts = attempts = Attempts(core, nodes, self.checkpoints)
         self.space = Space(core, nodes, attempts)
         self.scheduler = SchedulerRequests(core, nodes, attempts, ledger)
-        self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, ledger, conclude)
+        self.tests = NodeTests(core, nodes, attempts, ledger)
+        self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, self.tests, ledger, conclude)
         self.hangs = Hangs(core, nodes, attempts, self.incidents)
         self.saves = Saves()
         """Only told (`unbroken advise`, and when a planned swap is due)."""
@@ -192,9 +196,10 @@ class Job:
             self.guard,
             self.swaps,
             self.traces,
+            self.tests,
             ledger,
         )
-        self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space, self.traces)
+        self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space, self.traces, self.tests)
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""
@@ -241,6 +246,7 @@ class Job:
             m.CheckpointsSeen: self._checkpoints_seen,
             m.TiersSeen: self.tiers.add,
             m.SpaceSeen: self.space.seen,
+            m.NodeTested: self.tests.reported,
             m.StragglersSeen: self._stragglers_seen,
             m.NodesLeaving: self.swaps.leaving,
             m.InputWaitSeen: self._input_wait_seen,
@@ -288,6 +294,7 @@ class Job:
             "requeue": self._requeue_due,  # no lost node came back: the scheduler is asked to start the job again
             "last_orders": self.scheduler.last_requests_due,  # the end of the job waits for no scheduler any more
             "step_end": self.scheduler.step_end_due,  # the scheduler is asked to end the step
+            "tests": self.tests.due,  # nodes whose active tests take too long are not waited for
             "tiers": self._tiers_due,  # nodes have told where their checkpoints are
             "end": self._end_due,  # the end of the job waits for no node any more
         }
@@ -313,6 +320,7 @@ class Job:
             Hold: lambda want: incidents.hold(want.why),
             ProposeSwap: lambda want: self.swaps.device(want.finding, want.node),
             RanksSaved: lambda _: self.swaps.ranks_saved(),
+            SuspectsTested: incidents.tested,
             Mark: lambda want: incidents.mark_phase(want.phase),
             ProgressMade: lambda _: incidents.progress_made(),
             Recovered: lambda want: incidents.recovered(want.text),
@@ -419,7 +427,7 @@ class Job:
 
     def _give_agents_time(self) -> Wants:
         """No limit on an attempt's start runs out before the agents could tell this controller how far it is."""
-        limits: tuple[TimerName, ...] = ("form", "start", "evidence")
+        limits: tuple[TimerName, ...] = ("form", "start", "evidence", "tests")
         for timer in limits:
             if timer in self.core.timers:
                 yield Timer(timer, max(self.core.timers[timer], self.core.now + HEARD_S))
@@ -457,6 +465,7 @@ class Job:
         """Nodes are left as they are until they have told what they have."""
         core = self.core
         self.attempts.forget_current()
+        self.tests.forget()
         self.incidents.forget_attempt(why)
         core.state, core.outcome, core.ended_at, core.controller_may_go = "IDLE", None, None, False
         self._cancel_all()
@@ -545,6 +554,7 @@ class Job:
         core.state, core.outcome, core.ended_at, core.controller_may_go = "IDLE", None, None, False
         core.stop_signal, core.grace_s = "SIGTERM", STOP_GRACE_S
         self.space.stop_waiting()
+        self.tests.forget()
         self.nodes.begin_life()
         self.ledger.begin_life()
         self.attempts.begin_life()
@@ -594,6 +604,8 @@ class Job:
         else:
             yield note("nodes_lost", loud=True, count=len(lost), nodes=lost_names[:NODES_SHOWN], why=why)
         yield from self.scheduler.leave()
+        for name in lost_names:
+            yield from self.tests.lost(name)
         attempt = self.attempt
         members = tuple(name for name in lost_names if attempt is not None and name in attempt.member_set)
         if attempt is None or attempt.over or not members:
@@ -771,6 +783,8 @@ class Job:
         """End what is left of the current attempt and start the next."""
         yield Enter("RECOVERING")
         self.incidents.hand_over(by_operator)
+        if by_operator:
+            yield from self.tests.stop("an operator has the job start at once")
         self.space.stop_waiting()
         yield cancel("backoff", "gather", "nodes", "hold", "evidence")
         yield from self.swaps.next_attempt_forms()
@@ -810,6 +824,7 @@ class Job:
             yield from attempts.refresh()
         assert attempts.current is not None
         self.scheduler.attempt_begins()
+        yield from self.tests.make_way(attempts.current.members)
         yield cancel("requeue")
         self.incidents.attempt_begins(attempts.current.number)
         yield from attempts.begin(attempts.current)
@@ -817,7 +832,8 @@ class Job:
     def _must_wait(self) -> bool:
         """Whether somebody else has to answer first."""
         no_room = self.space.wanted is not None and not self.attempts.by_operator
-        return self.scheduler.is_requeuing or self.incidents.approval_wanted or no_room
+        tests = self.tests.is_awaited and not self.attempts.by_operator
+        return self.scheduler.is_requeuing or self.incidents.approval_wanted or no_room or tests
 
     def _refresh_and_proceed(self) -> Wants:
         yield from self.space.go_on_with_room()
@@ -837,6 +853,7 @@ class Job:
         yield Enter(_ENDS[outcome.state])
         core.outcome, core.ended_at, core.grace_s = outcome, core.now, want.grace_s
         self.space.stop_waiting()
+        self.tests.forget()
         self.attempts.end()
         for record in self.incidents.log.open_failures():
             yield from self.ledger.failed(record.id, record.verdict)

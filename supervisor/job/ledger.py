@@ -9,10 +9,20 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from diagnosis.incident import Verdict
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from recovery.cordon import Cordon
-from recovery.ledger import TEXT_LIMIT, CordonLifted, CordonScope, LedgerRecord, NodeCordoned, NodeFailed
+from recovery.ledger import (
+    TEXT_LIMIT,
+    CordonLifted,
+    CordonScope,
+    LedgerRecord,
+    NodeCordoned,
+    NodeFailed,
+    TestResult,
+)
 from recovery.policy import SURE_ENOUGH
 from supervisor import messages as m
 from supervisor.job.core import Core, Wants, WantsAnd
@@ -180,6 +190,11 @@ class ClusterLedger:
                     reason=verdict.why[:TEXT_LIMIT],
                 )
                 yield from self._write(what, "policy")
+
+    def tested(self, result: TestResult) -> Wants:
+        """What an active test said of a node of this job."""
+        names = {"node": self._name(result.node), "peers": tuple(map(self._name, result.peers))}
+        yield from self._write(msgspec.structs.replace(result, **names), "policy")
 
     def _name(self, name: str) -> str:
         node = self._nodes.get(name)

@@ -30,6 +30,7 @@ from supervisor.job.core import (
 from supervisor.job.incidents import IncidentRecord, Incidents
 from supervisor.job.ledger import ClusterLedger
 from supervisor.job.loss import LossGuard
+from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.swaps import Swaps
@@ -54,11 +55,12 @@ class Operator:
         guard: LossGuard,
         swaps: Swaps,
         traces: Traces,
+        tests: NodeTests,
         ledger: ClusterLedger,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
         self._incidents, self._scheduler, self._space, self._guard = incidents, scheduler, space, guard
-        self._swaps, self._ledger = swaps, ledger
+        self._swaps, self._tests, self._ledger = swaps, tests, ledger
         self.commands: dict[str, Callable[[m.OperatorCommand], Wants]] = {
             "pause": self._pause,
             "resume": self._resume,
@@ -72,6 +74,7 @@ class Operator:
             "rollback": self._rollback,
             "swap": self._swap,
             "trace": traces.asked,
+            "qualify": tests.asked,
         }
 
     # ----- what the job waits for -----
@@ -101,6 +104,8 @@ class Operator:
             return f"{core.spec.scheduler}, to start the job again"
         if "backoff" in core.timers:
             return "the back-off"
+        if self._tests.is_awaited:
+            return "active tests of suspected nodes"
         refused = f"; {core.spec.scheduler} does not start the job again: {scheduler.requeue_refused}"
         at, found = core.timers.get("nodes"), len(self._attempts.next_members())
         until = "" if at is None or core.paused else f" (until {utc(at):%Y-%m-%d %H:%M} UTC)"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from diagnosis.signals import ExitRecord, Frame, NodeEvidence, RankSample, RankStack
 from recovery.checkpoint import PutBack, SetAside
+from recovery.group_tests import GroupPart
 from supervisor import messages as m
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class FakeNode:
         self.done = False
         self.told_checkpoints = -1
         self.stale_since = world.now
+        self.bad_link, self.knows_no_tests = name == "n1", name == "n2"
         self.retired = False
         """The scheduler has taken it from the job."""
 
@@ -246,6 +248,24 @@ class FakeNode:
         full = self.world.now < self.full_until[wanted.number]
         return m.SpaceReported(number=wanted.number, full=("/scratch: 0 bytes left",) if full else ())
 
+    def tests(self) -> m.NodeTestReport | None:
+        """Does what is asked, unless its agent knows no tests; now and then something is in the way."""
+        order = self.assignment.tests if self.assignment is not None else None
+        if order is None or self.knows_no_tests or self.alive:
+            return None
+        if order.suite is not None:
+            return m.NodeTestReport(number=order.number, problem="no torch here")
+        part = GroupPart(failed="timeout" if self.bad_link else "", seconds={"all_reduce": 0.1})
+        return m.NodeTestReport(
+            number=order.number,
+            round=order.round,
+            address=self.name,
+            port=3000 + order.round,
+            devices=self.world.local,
+            kind="sim",
+            part=part if order.world else None,
+        )
+
     def beat(self) -> None:
         """Send a heartbeat, if there is anyone to send it."""
         world = self.world
@@ -283,5 +303,6 @@ class FakeNode:
             checkpoints=tuple(world.storage.values())[-8:][::-1] if changed else None,
             done=self.done,
             space=self.room(),
+            tests=self.tests(),
         )
         world.send(world.heard, beat)

@@ -109,6 +109,21 @@ def _to_its_end(w: Any, seed: int) -> Any:
     return w
 
 
+def test_suspects_are_tested_among_all_other_faults(world: Any) -> None:
+    """The job goes on whatever becomes of the tests, and what was journalled decides the same again."""
+    tested = []
+    for seed in range(700, 704):
+        w = world(seed, nodes=4, spares=6, test_suspects=True)
+        w.verdicts, w.fingerprints, w.curable = frozenset({"nccl_network", "nccl_timeout"}), ("",), True
+        w.rates, w.target = ROUGH, 1500
+        w.run(9000.0)
+        assert w.ended is not None, f"seed {seed}: {w.job.state}, waits for {w.job.waiting!r}"
+        w.check_replay()
+        tested += [record.tests for record in w.job.incidents.log.records if record.tests is not None]
+    assert any(one.passed for one in tested)
+    assert any(one.unknown for one in tested)
+
+
 def _taken_back(world: Any, seed: int, **how: Any) -> Any:
     """The loss goes wrong again and again, and operators go back and forth."""
     w = world(seed, loss_guard="enforce", **how)

@@ -1,0 +1,324 @@
+"""Active tests within a job: suspects before the next attempt, idle nodes by command."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+from diagnosis.incident import Culprit, Verdict
+from diagnosis.taxonomy import FailureClass
+from recovery.group_tests import GroupPart
+from recovery.ledger import TestResult
+from supervisor import messages as m
+
+GPU = "H100, torch 2, CUDA 12"
+
+
+def suspicion(*nodes: str, failure_class: FailureClass = FailureClass.NCCL_NETWORK) -> Verdict:
+    return Verdict(
+        failure_class=failure_class,
+        culprits=tuple(Culprit(node=name) for name in nodes),
+        confidence=0.8,
+        why="connections to these nodes broke",
+        action="wait_and_retry",
+    )
+
+
+class Fleet:
+    """Answers for the nodes of a driver's job. `silent`: agents that say nothing of tests."""
+
+    def __init__(
+        self,
+        driver: Any,
+        failing: Collection[str] = (),
+        slow: Mapping[str, float] | None = None,
+        cut: Collection[frozenset[str]] = (),
+        silent: Collection[str] = (),
+        busy: Collection[str] = (),
+    ) -> None:
+        self.driver, self.failing, self.slow, self.cut = driver, set(failing), dict(slow or {}), set(cut)
+        self.silent, self.busy = set(silent), set(busy)
+        self.random = random.Random(7)
+        self.done: set[tuple[str, int, int]] = set()
+        self.rounds = 0
+
+    def orders(self) -> dict[str, m.NodeTestOrder]:
+        return {name: one.tests for name, one in self.driver.told.items() if one.tests is not None}
+
+    def run(self) -> None:
+        """Until nobody is asked for anything any more."""
+        while pending := {
+            name: order
+            for name, order in self.orders().items()
+            if name not in self.silent and (name, order.number, order.round) not in self.done
+        }:
+            groups = {(order.round, order.host, order.port): order for order in pending.values() if order.world}
+            self.rounds = max(self.rounds, *(order.round for order in pending.values()), 0)
+            members = {key: [n for n, o in self.orders().items() if (o.round, o.host, o.port) == key] for key in groups}
+            for name, order in pending.items():
+                self.done.add((name, order.number, order.round))
+                if order.round and not order.world:
+                    continue
+                part = self.part(members[order.round, order.host, order.port]) if order.world else None
+                self.answer(name, order, part)
+
+    def part(self, group: list[str]) -> GroupPart:
+        assert len(group) in (2, 3)
+        links = {frozenset((one, other)) for one in group for other in group if one < other}
+        if self.failing & set(group) or links & self.cut:
+            return GroupPart(failed="all_reduce: timeout", waited=0.5 if set(group) <= self.busy else 0.0)
+        factor = max(self.slow.get(name, 1.0) for name in group)
+        return GroupPart(seconds={"all_reduce": 0.1 * factor * self.random.gauss(1.0, 0.01)})
+
+    def answer(self, name: str, order: m.NodeTestOrder, part: GroupPart | None, **more: Any) -> None:
+        port = 20000 + int(name[1:]) * 8 + order.round
+        usual = {"number": order.number, "round": order.round, "address": name, "port": port, "devices": 8, "kind": GPU}
+        report = m.NodeTestReport(**{**usual, "part": part, **more})
+        self.driver.tell(m.NodeTested, after=0.001, node=name, report=report)
+
+
+@pytest.fixture
+def suspected(make_driver: Any) -> Any:
+    """A running job of `count` nodes, in which a verdict suspects some of them."""
+
+    def start(count: int, *suspects: str, spares: int = 4, verdict: Verdict | None = None, **spec: Any) -> Any:
+        how = {"nodes_min": count, "nodes_max": count, "spares": spares, "test_suspects": True, "ledger": "propose"}
+        driver = make_driver(verdict or suspicion(*suspects), **{**how, **spec})
+        driver.join(*(f"n{number}" for number in range(count)))
+        driver.join(*(f"n{number}" for number in range(count, count + spares)), spare=True)
+        driver.up()
+        driver.crash("n0", rank=1, code=1, signal=None)
+        if driver.state == "DIAGNOSING":
+            driver.fire("evidence")  # silence may still tell that a node is gone
+        return driver
+
+    return start
+
+
+def view(driver: Any) -> Any:
+    return driver.job.view().incidents[-1].tests
+
+
+def left_out(driver: Any) -> set[str]:
+    return {one.node for one in driver.job.nodes.cordons.all(driver.now)}
+
+
+def started(driver: Any) -> bool:
+    """The next attempt is on its way."""
+    if "backoff" in driver.job.timers:
+        driver.fire("backoff")
+    return bool(driver.state == "STARTING")
+
+
+def test_a_suspect_that_fails_twice_is_left_out(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver, failing={"n3"})
+    asked = fleet.orders()
+    assert "n3" in asked
+    assert len(asked) == 4, "as few as are needed"
+    assert all(driver.told[name].paused for name in asked if name in driver.job.attempt.member_set)
+    fleet.run()
+    assert left_out(driver) == {"n3"}
+    assert started(driver)
+    assert "n3" not in driver.job.attempt.members
+    assert len(driver.job.attempt.members) == 8
+    assert set(view(driver).failed) == {"n3"}
+    assert view(driver).rounds == 2
+    assert not fleet.orders(), "nobody is asked any more"
+    assert driver.replayed().view() == driver.job.view()
+
+
+def test_one_that_does_well_is_used_again(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver)
+    fleet.run()
+    assert fleet.rounds == 1, "only as far as needed"
+    assert view(driver).passed == ("n3",)
+    assert left_out(driver) == set()
+    assert started(driver)
+    assert "n3" in driver.job.attempt.members
+
+
+def test_between_two_suspects(suspected: Any) -> None:
+    driver = suspected(8, "n3", "n4")
+    Fleet(driver, cut={frozenset(("n3", "n4"))}).run()
+    assert view(driver).between == (("n3", "n4"),)
+    assert left_out(driver) == set()
+    assert started(driver)
+
+
+@pytest.mark.parametrize("count", [3, 4, 8, 33, 1024])
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_fleets_in_which_up_to_half_are_bad(suspected: Any, count: int, share: float) -> None:
+    """Failing and slow suspects are named, good ones never; what the breaker does not allow, people decide."""
+    bad = [f"n{number}" for number in random.Random(count).sample(range(1, count), max(1, int(count * share)))]
+    failing, slow = set(bad[::2]), dict.fromkeys(bad[1::2], 1.5)
+    suspects = (*bad, *(f"n{number}" for number in range(count) if f"n{number}" not in bad))[: max(len(bad), 2)]
+    driver = suspected(count, *suspects, spares=max(4, count // 2))
+    Fleet(driver, failing, slow).run()
+    assert set(view(driver).failed) == set(bad)
+    allowed = max(2, count // 10)
+    assert left_out(driver) == (set(bad) if len(bad) <= allowed else set())
+    assert driver.job.incidents.breaker_tripped == (len(bad) > allowed)
+    assert started(driver) == (len(bad) <= allowed)
+
+
+def test_agents_that_know_no_tests_are_waited_for_once(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    began = driver.now
+    Fleet(driver, silent={f"n{number}" for number in range(12)}).run()
+    driver.fire("tests")
+    assert driver.now - began <= 30.0
+    assert view(driver).unknown
+    assert left_out(driver) == set()
+    assert started(driver)
+
+
+def test_an_agent_that_falls_silent_is_not_blamed_for_it(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    fleet, began = Fleet(driver), driver.now
+    for name, order in fleet.orders().items():
+        fleet.answer(name, order, None)
+    fleet.silent = {"n3"}
+    fleet.run()
+    while "tests" in driver.job.timers:
+        driver.fire("tests")
+        fleet.run()
+    assert driver.now - began <= 60.0
+    assert not view(driver).failed
+    assert "n3" not in view(driver).passed
+    assert left_out(driver) == set()
+    assert started(driver)
+
+
+def test_a_lost_node_is_not_waited_for(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver, silent={"n3"})
+    fleet.run()
+    driver.tell(m.NodeLost, node="n3", silent_s=12.0)
+    assert "tests" not in driver.job.timers
+    assert started(driver)
+    assert "n3" not in driver.job.attempt.members
+
+
+def test_busy_cpus_and_ranks_that_remain_say_nothing(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    everybody = {f"n{number}" for number in range(12)}
+    Fleet(driver, failing={"n3"}, busy=everybody).run()
+    assert left_out(driver) == set()
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver, failing={"n3"})
+    fleet.answer("n3", fleet.orders()["n3"], None, problem="ranks still run here")
+    fleet.run()
+    assert left_out(driver) == set()
+    assert "ranks still run" in view(driver).unknown
+    assert started(driver)
+
+
+def test_a_new_controller_goes_on_where_the_old_one_was(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver, failing={"n3"})
+    for name, order in fleet.orders().items():
+        fleet.answer(name, order, None)
+    driver.tell(m.ControllerStarted, epoch=2)
+    assert {order.round for order in fleet.orders().values()} == {1}
+    for event in [event for event in driver.journal if isinstance(event, m.NodeTested)]:
+        driver.tell(m.NodeTested, node=event.node, report=event.report)  # heard once more
+    fleet.run()
+    assert left_out(driver) == {"n3"}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "spec"),
+    [
+        (suspicion(), {}),  # no node is named
+        (suspicion("n3"), {"test_suspects": False}),
+        (suspicion("n3"), {"spares": 0}),  # nobody could take its place
+        (suspicion("n3"), {"mode": "recommend"}),
+        (suspicion("n3", failure_class=FailureClass.WORKER_CRASH), {}),
+    ],
+)
+def test_where_no_test_is_worth_it(suspected: Any, verdict: Verdict, spec: dict[str, Any]) -> None:
+    driver = suspected(8, verdict=verdict, **spec)
+    assert not Fleet(driver).orders()
+    assert "tests" not in driver.job.timers
+
+
+def test_two_nodes_are_too_few(suspected: Any) -> None:
+    driver = suspected(1, "n0", spares=1)
+    assert not Fleet(driver).orders()
+
+
+def test_an_operator_does_not_wait(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    driver.order("restart")
+    assert driver.state == "STARTING"
+    assert not Fleet(driver).orders()
+
+
+def test_a_pause_keeps_who_failed(suspected: Any) -> None:
+    """Nothing is done while it is paused; what was found is told."""
+    driver = suspected(8, "n3")
+    driver.order("pause")
+    Fleet(driver, failing={"n3"}).run()
+    assert set(view(driver).failed) == {"n3"}
+    assert left_out(driver) == set()
+    assert driver.state == "RECOVERING"
+
+
+def test_the_ledger_gets_what_was_found(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    Fleet(driver, failing={"n3"}).run()
+    written = [one.what for one in driver.job.ledger._unwritten.values() if isinstance(one.what, TestResult)]
+    assert {(one.node, one.verdict) for one in written} == {("n3", "fail")}
+
+
+# ----- a node by itself -----
+
+
+def test_a_spare_tests_itself(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2, spares=1, ledger="propose")
+    driver.join("n0", "n1")
+    driver.join("n2", spare=True)
+    driver.up()
+    refused = [one for name in ("n0", "n9", "") for one in driver.order("qualify", name) if isinstance(one, m.Note)]
+    assert [one.kind for one in refused if one.refused] == ["qualify_in_use", "qualify_absent", "needs_a_node"]
+    driver.order("qualify", "n2 quick")
+    order = driver.told["n2"].tests
+    assert order.suite == "quick"
+    assert [one.kind for one in driver.order("qualify", "n2") if getattr(one, "refused", False)] == ["qualify_twice"]
+    result = TestResult(node="n2", test="memory_patterns", verdict="fail", reason="8 words changed", at=driver.now)
+    other = TestResult(node="n0", test="memory_patterns", verdict="fail", at=driver.now)
+    report = m.NodeTestReport(number=order.number, results=(result, other))
+    driver.tell(m.NodeTested, node="n2", report=report)
+    assert "qualify_failed" in driver.loud
+    assert driver.told["n2"].tests is None
+    assert set(driver.job.tests.results) == {"n2"}, "a node speaks for itself alone"
+    assert "tests" not in driver.job.timers
+
+
+def test_the_job_needs_the_spare(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2, spares=1)
+    driver.join("n0", "n1")
+    driver.join("n2", spare=True)
+    driver.up()
+    driver.order("qualify", "n2")
+    driver.tell(m.NodeLost, node="n1", silent_s=12.0)
+    driver.fire("evidence")
+    assert "n2" in driver.job.attempt.members
+    assert driver.told["n2"].tests is None
+    assert "tests" not in driver.job.timers
+
+
+def test_a_node_that_never_answers(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2, spares=1)
+    driver.join("n0", "n1")
+    driver.join("n2", spare=True)
+    driver.up()
+    driver.order("qualify", "n2 quick")
+    driver.fire("tests")
+    assert "qualify_unknown" in driver.loud
+    assert driver.told["n2"].tests is None
