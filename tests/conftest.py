@@ -33,6 +33,10 @@ def _lacking(config: pytest.Config) -> dict[str, str]:
     needs = {
         "gpu": (Path("/proc/driver/nvidia/version").exists(), "run it on a machine with an NVIDIA GPU and driver"),
         "root": (as_root and with_ip, "install iproute2" if as_root else "run it as root"),
+        "browser": (
+            shutil.which("chromium") is not None and importlib.util.find_spec("playwright") is not None,
+            "apt-get install chromium, and make",
+        ),
         "prometheus": (
             all(map(shutil.which, ("prometheus", "promtool", "prometheus-alertmanager", "amtool"))),
             "apt-get install prometheus prometheus-alertmanager",

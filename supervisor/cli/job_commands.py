@@ -146,13 +146,13 @@ def status_from_journal(where: Path) -> dict[str, Any]:
     return status_of(folded.job.view(), None, job_advice(folded.job, folded.job.now))
 
 
-def _incidents_from_journal(where: Path) -> dict[str, Any]:
+def incidents_from_journal(where: Path) -> dict[str, Any]:
     from supervisor.controller.report import fold, incidents_of
 
     return incidents_of(fold(where).job.view())
 
 
-def _timeline_from_journal(where: Path) -> dict[str, Any]:
+def timeline_from_journal(where: Path) -> dict[str, Any]:
     from supervisor.controller.journal import read_history
     from supervisor.controller.report import timeline_rows
 
@@ -188,7 +188,7 @@ def incidents(job: JobHandle, as_json: bool) -> None:
     """List the incidents: verdict, culprit, time lost."""
     from supervisor.cli import render
 
-    print_answer(_with_pending(job, job.read("/v1/incidents", _incidents_from_journal)), as_json, render.incidents)
+    print_answer(_with_pending(job, job.read("/v1/incidents", incidents_from_journal)), as_json, render.incidents)
 
 
 @click.command()
@@ -210,7 +210,7 @@ def why(job: JobHandle, incident: str, as_json: bool, ask: bool) -> None:
 
 
 def _incident(job: JobHandle, name: str) -> dict[str, Any]:
-    everything = job.read("/v1/incidents", _incidents_from_journal)["incidents"]
+    everything = job.read("/v1/incidents", incidents_from_journal)["incidents"]
     wanted = name if name.startswith("i-") or name == "last" else f"i-{name}"
     found = [one for one in everything if one["id"] == wanted or wanted == "last"]
     if not found:
@@ -283,7 +283,7 @@ def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> Non
     """Show what happened in the job, event by event."""
     from supervisor.cli import render
 
-    answer = job.read(f"/v1/timeline?since={since}", _timeline_from_journal)
+    answer = job.read(f"/v1/timeline?since={since}", timeline_from_journal)
     rows = [row for row in answer["rows"] if row["seq"] > since and (everything or as_json or not row["detail"])]
     print_answer({**answer, "rows": rows}, as_json, render.timeline)
 
@@ -468,7 +468,7 @@ def give(
     if name in ("approve", "reject") and argument.startswith(RULE_PREFIX):
         answer = decide_rule(request, job.folder, job.client)
     elif dry_run:
-        answer = _dry_run(request, job)
+        answer = dry_run_answer(request, job)
     else:
         if job.is_guessed and job.folder is not None and not as_json:
             warn(f"the job is {job.folder}, the newest here")
@@ -496,7 +496,7 @@ def send(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
         raise error.add("Nothing was done. If the job runs, its controller is back in seconds: try again") from None
 
 
-def _dry_run(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
+def dry_run_answer(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
     """What the command would do: as the controller says, or as the journal tells when there is none."""
     try:
         return job.client().command(request)

@@ -1,4 +1,4 @@
-"""`unbroken jobs` and `unbroken logs`: which jobs there are, and what their ranks print."""
+"""`unbroken jobs`, `logs` and `page`: which jobs there are, what their ranks print, and a job in the browser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from supervisor.cli.job_commands import JobHandle, job_options, status_from_journal
-from supervisor.cli.output import print_answer
+from supervisor.cli.output import print_answer, warn
 from supervisor.config import read_plan
 from supervisor.errors import ControllerUnreachable, JobNotFound, UnbrokenError
 from supervisor.paths import LocalPaths, local_dir
@@ -180,3 +180,35 @@ def _print_files(answer: dict[str, Any]) -> None:
     ]
     empty = "" if cells else f"no rank of {answer['job_dir']} has printed anything on this node"
     render.rows(("rank", "stream", "attempt", "node", "size", "file"), cells, below=empty)
+
+
+# ----- page -----
+
+
+@click.command()
+@job_options
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of 127.0.0.1.  [a free one]")
+def page(job: JobHandle, as_json: bool, port: int) -> None:
+    """Show the job as a page in a browser, until Ctrl-C.
+
+    It is served on this machine alone, at an address that only you are told; over ssh, the line for your own machine is
+    printed. A job that has ended is shown from its journal.
+    """
+    from supervisor.cli.page_server import JobReader, PageServer
+
+    reader = JobReader(job)
+    reader.status()  # a job that cannot be read is told here, not in the browser
+    try:
+        server = PageServer(port, reader)
+    except OSError as error:
+        raise UnbrokenError(f"port {port} of 127.0.0.1 cannot be used: {error.strerror}. Choose another") from None
+    print_answer({"schema": 1, "url": server.url}, as_json, lambda _: click.echo(server.url))
+    if os.environ.get("SSH_CONNECTION"):
+        number, host = server.server_address[1], os.uname().nodename
+        warn(f"on your own machine: ssh -N -L {number}:127.0.0.1:{number} {host}, then open this address")
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()

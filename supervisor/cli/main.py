@@ -21,7 +21,7 @@ from supervisor.cli.check import check
 from supervisor.cli.checkpoints import group as checkpoints
 from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
-from supervisor.cli.jobs import jobs, logs
+from supervisor.cli.jobs import jobs, logs, page
 from supervisor.cli.nodes import nodes
 from supervisor.cli.output import print_answer, warn
 from supervisor.cli.trace import trace
@@ -47,7 +47,7 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
 
 HELP = {
     "Start a run": ("run", "demo", "controller"),
-    "See a job": ("status", "watch", "incidents", "why", "timeline", "logs", "jobs", "checkpoints", "trace"),
+    "See a job": ("status", "watch", "page", "incidents", "why", "timeline", "logs", "jobs", "checkpoints", "trace"),
     "Act on a job": (
         *("pause", "resume", "approve", "reject", "restart", "rollback", "swap", "stop", "mode"),
         *("cordon", "uncordon"),
@@ -321,6 +321,7 @@ for each in (
     trace,
     jobs,
     logs,
+    page,
     *JOB_COMMANDS,
     *OPERATOR_COMMANDS,
 ):

@@ -1,0 +1,248 @@
+"""`unbroken page`: what the browser is given, who is refused, and the page itself in a real Chromium."""
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
+from supervisor.cli.job_commands import JobHandle
+from supervisor.cli.page_server import Feed, JobReader, PageServer, events
+from supervisor.controller.journal import Entry, open_journal
+from supervisor.errors import JobNotFound
+from supervisor.messages import (
+    AnyEvent,
+    ControllerStarted,
+    EvidenceArrived,
+    JobDefined,
+    JobSpec,
+    LauncherReady,
+    NodeJoined,
+    Progressed,
+    RankEnded,
+    StoreOffer,
+    WorkersStarted,
+    encode,
+)
+
+AT = 1_767_225_600.0
+HOSTILE = "<img src=x onerror=alert(1)></script><script>window.hurt = 1</script>"
+
+
+def story(nodes: int = 2) -> list[AnyEvent]:
+    """Some nodes with a rank each; the last rank is killed, and what it printed is hostile."""
+    names = [f"n{index}" for index in range(nodes)]
+    end = ExitRecord(rank=nodes - 1, local_rank=0, pid=12, code=None, signal=9, ended_at=AT + 9)
+    output = RankOutput(rank=nodes - 1, tail=(f"RuntimeError: {HOSTILE}",))
+    evidence = NodeEvidence(node=names[-1], attempt=1, exits=(end,), outputs=(output,))
+    offer = StoreOffer(host="127.0.0.1", port=29500, local_world_size=1)
+    return [
+        ControllerStarted(at=AT, epoch=1),
+        JobDefined(at=AT, spec=JobSpec(name=f"llama {HOSTILE}", command=("torchrun", "train.py"), nodes_min=nodes)),
+        *(NodeJoined(at=AT + 0.1, node=name, host=name, address="127.0.0.1") for name in names),
+        *(LauncherReady(at=AT + 1, node=name, attempt=1, offer=offer) for name in names),
+        *(WorkersStarted(at=AT + 2, node=name, attempt=1, ranks=(index,)) for index, name in enumerate(names)),
+        Progressed(at=AT + 3, attempt=1, step=10, last_step=100, first=True),
+        EvidenceArrived(at=AT + 9.1, evidence=evidence),
+        RankEnded(at=AT + 9.1, node=names[-1], attempt=1, exit=end, step=30, last_step=100),
+    ]
+
+
+def job_folder(where: Path, nodes: int = 2) -> Path:
+    folder = where / "unbroken-jobs" / "llama"
+    journal, _ = open_journal(folder)
+    journal.write([Entry("event", event.at, encode(event)) for event in story(nodes)])
+    journal.close()
+    return folder
+
+
+def serve(server: PageServer) -> Iterator[PageServer]:
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[PageServer]:
+    yield from serve(PageServer(0, JobReader(JobHandle(str(job_folder(tmp_path)), "", ""))))
+
+
+def ask(
+    page: PageServer, path: str, body: object = None, *, word: str | None = None, **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", page.server_address[1], timeout=20)
+    kind = {} if body is None else {"Content-Type": "application/json"}
+    sent = None if body is None else json.dumps(body)
+    method = "GET" if body is None else "POST"
+    connection.request(method, f"/{page.word if word is None else word}/{path}", sent, kind | headers)
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer.status, content, dict(answer.getheaders())
+
+
+def test_a_job_without_a_controller_is_shown_from_its_journal(page: PageServer) -> None:
+    status, content, headers = ask(page, "")
+    assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert b"page.js" in content
+    assert [one["id"] for one in json.loads(ask(page, "api/incidents")[1])["incidents"]] == ["i-1"]
+    rows = json.loads(ask(page, "api/timeline?since=3")[1])["rows"]
+    assert all(row["seq"] > 3 for row in rows)
+
+
+def test_nothing_is_told_without_the_word_or_to_another_host_name(page: PageServer) -> None:
+    assert ask(page, "api/incidents", word="guess")[0] == 404
+    assert ask(page, "", word="")[0] == 404
+    assert ask(page, "api/incidents", Host="evil.example:80")[0] == 404
+    assert ask(page, "api/incidents", Host="localhost:1234")[0] == 200  # through ssh -L
+    assert ask(page, "../../etc/passwd")[0] == 404
+
+
+def test_only_the_page_itself_can_send_commands(page: PageServer) -> None:
+    assert ask(page, "api/command", {"command": "stop"}, word="guess")[0] == 400
+    plain = {"Content-Type": "text/plain"}
+    assert ask(page, "api/command", {"command": "stop"}, **plain)[0] == 400
+    assert ask(page, "api/command", {"command": "stop", "reason": "x" * 70_000})[0] == 400
+    assert "error" in json.loads(ask(page, "api/command", {"command": "format the disk"})[1])
+    assert "error" in json.loads(ask(page, "api/command", {"command": "stop", "sudo": True})[1])
+
+
+def test_a_command_is_looked_at_before_it_is_given(page: PageServer) -> None:
+    would = json.loads(ask(page, "api/command", {"command": "cordon", "argument": "n1"})[1])
+    assert (would["command"], would["argument"], would["refused"]) == ("cordon", "n1", False)
+    done = json.loads(ask(page, "api/command", {"command": "cordon", "argument": "n1", "dry_run": False})[1])
+    assert done.keys() == {"error"}  # no controller: nothing can be done, and it is said
+
+
+def test_a_stream_tells_only_what_has_changed() -> None:
+    now: dict[str, Any] = {"step": 1, "nodes": [1, 2, 3], "checkpoints": []}
+    feed = Feed(lambda: dict(now))
+    parts = feed.parts()
+    first = next(part for part in parts if part)
+    assert set(first) == {"status", "nodes", "checkpoints", "problem"}
+    now["step"] = 2
+    assert set(next(part for part in parts if part)) == {"status"}
+    now["nodes"] = []
+    assert set(next(part for part in parts if part)) == {"nodes"}
+
+
+def test_a_job_that_cannot_be_read_for_a_while_is_told_as_a_problem() -> None:
+    now: list[dict[str, Any] | JobNotFound] = [{"step": 1, "nodes": [], "checkpoints": []}]
+
+    def read() -> dict[str, Any]:
+        if isinstance(now[0], JobNotFound):
+            raise now[0]
+        return now[0]
+
+    parts = Feed(read).parts()
+    whole = now[0]
+    assert next(part for part in parts if part)["problem"] == b'""'
+    now[0] = JobNotFound("gone")
+    assert next(part for part in parts if part) == {"problem": b'"gone"'}
+    now[0] = whole
+    assert next(part for part in parts if part) == {"problem": b'""'}
+
+
+def test_events_change_one_by_one() -> None:
+    parts = events({"step": 1, "nodes": [], "checkpoints": [], "name": "x"})
+    assert json.loads(parts["status"]) == {"step": 1, "name": "x"}
+
+
+# ----- in a browser -----
+
+QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path="/usr/bin/chromium", args=[*QUIET, "--disable-component-update", "--disable-sync"]
+        )
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Any]:
+    """A tab. An error in the page's script, or something that its policy refused, fails the test."""
+    opened = browser.new_page()
+    wrong: list[str] = []
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    yield opened
+    opened.close()
+    assert not wrong
+
+
+@pytest.mark.browser
+def test_the_page_says_what_broke_and_hostile_text_stays_text(page: PageServer, tab: Any) -> None:
+    tab.goto(page.url)
+    tab.locator("#incidents details").first.wait_for()
+    assert HOSTILE in tab.locator("#job").inner_text()
+    assert "rank 1" in tab.locator("#incidents").inner_text()
+    assert tab.evaluate("window.hurt") is None
+    assert tab.locator("img").count() == 0
+    assert tab.locator("#nodes button").count() == 2
+
+
+@pytest.mark.browser
+def test_an_operator_looks_decides_and_is_told_by_keyboard_alone(page: PageServer, tab: Any) -> None:
+    tab.goto(page.url)
+    tab.locator("#nodes button").nth(1).focus()
+    tab.keyboard.press("Enter")
+    tab.locator("#node button", has_text="Cordon").focus()
+    tab.keyboard.press("Enter")
+    tab.locator("#yes:enabled").wait_for()
+    assert "n1" in tab.locator("#would").inner_text()
+    assert not tab.locator("#argument").is_visible()  # which node is known already
+    tab.locator("#reason").fill("a bad cable")
+    tab.locator("#yes").focus()
+    tab.keyboard.press("Enter")
+    tab.locator("#outcome", has_text="Nothing was done").wait_for()  # there is no controller
+    tab.keyboard.press("Escape")
+    assert not tab.locator("#confirm").is_visible()
+
+
+@pytest.mark.browser
+def test_it_fits_a_phone(page: PageServer, tab: Any) -> None:
+    tab.set_viewport_size({"width": 360, "height": 700})
+    tab.emulate_media(color_scheme="dark")
+    tab.goto(page.url)
+    tab.locator("#timeline li").first.wait_for()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+class ManyNodes(JobReader):
+    """4,000 nodes, and a step that goes on."""
+
+    def __init__(self, job: JobHandle, nodes: int) -> None:
+        super().__init__(job)
+        one = super().status()
+        self.now = one | {"nodes": [one["nodes"][0] | {"node": f"n{n}", "ranks": [n]} for n in range(nodes)]}
+
+    def status(self) -> dict[str, Any]:
+        self.now = self.now | {"step": self.now["step"] + 1}
+        return self.now
+
+
+@pytest.mark.browser
+def test_thousands_of_nodes_are_drawn_and_found(tmp_path: Path, tab: Any) -> None:
+    for page in serve(PageServer(0, ManyNodes(JobHandle(str(job_folder(tmp_path)), "", ""), 4000))):
+        tab.goto(page.url)
+        tab.locator("#nodes button").nth(3999).wait_for()
+        tab.locator("#find").fill("3777")
+        assert tab.locator("#nodes .found").get_attribute("data-node") == "n3777"
+        tab.locator("#nodes .found").click()
+        assert "n3777" in tab.locator("#node").inner_text()
+        tab.goto("about:blank")
