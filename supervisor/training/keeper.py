@@ -41,8 +41,11 @@ PRELOAD_IF_THERE = (
     "torch.nn.parallel",
     "torch.distributed.elastic.rendezvous.registry",
     "torch._dynamo",
+    "torch.utils.serialization",
+    "torch.profiler._cupti_monitor",
 )
-"""The first optimizer of every script imports torch._dynamo: over a second."""
+"""What torch imports only when it is first used. The first optimizer of every script imports torch._dynamo: over a
+second. The last two are small (`torch.load`, the first step of DDP), but a rank looks for changes before each import."""
 PR_SET_PDEATHSIG = 1
 LIBC = ctypes.CDLL(None, use_errno=True)
 MAX_QUEUED = 4 << 20
