@@ -7,6 +7,7 @@ Exceptions and SystemExit travel up to the interpreter itself, which prints, map
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import importlib.util
 import io
@@ -82,7 +83,7 @@ def run_worker(argv: list[str]) -> None:
         is_first = os.environ.get("LOCAL_RANK", "0") == "0"
         record = import_record(prefix + ".imports", argv) if is_first else None
         if record is None and "_unbroken_changes" in sys.modules:
-            sibling("changes").forget_keeper()
+            atexit.register(sibling("changes").forget_keeper)
         clock = start_beacon(prefix, record)
         record_writes(prefix + ".writes", record.path if record is not None else "", clock)
     run_main(argv)

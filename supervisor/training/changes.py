@@ -52,7 +52,8 @@ def remember_keeper() -> None:
 
 
 def forget_keeper() -> None:
-    """Hold nothing of it any more: what is held longer than its module is destroyed when torch is gone already."""
+    """At the end: what is held longer than its module is destroyed when torch is gone already. It takes a fork 50 ms of
+    a core, which copies each page on which something is let go."""
     keeper_modules.clear()
     keeper_classes.clear()
 
@@ -236,14 +237,10 @@ class ScriptChanges:
 
     def _give_up(self, why: str) -> None:
         self.why = self.why or why[:300] or "unknown"
-        self._forget()
 
     def _end(self) -> None:
         """The script has ended: nothing that it imports from now on counts."""
         self.pid = 0
-        self._forget()
-
-    def _forget(self) -> None:
         self.current = None
         self.packages.clear()
         self.known.clear()
