@@ -342,5 +342,12 @@ class Opinion(Frozen, frozen=True, kw_only=True):
     took_s: float = 0.0
     rule: ProposedRule | None = None
     """Waits in `pending_rules.toml` of the job folder."""
+    rule_rejected: str = ""
+    """Which gate rejected the rule that the model proposed, and why."""
+    tokens_read: int = 0
+    tokens_written: int = 0
+    """As the model's side counted them; 0: it did not say."""
+    cost: float = 0.0
+    """What they cost, by the prices that are configured; 0: none are."""
     problem: str = ""
     """Why there is no opinion (no answer in time, not grounded, ...); then the other fields mean nothing."""

@@ -18,13 +18,12 @@ from typing import Any, Final
 
 import msgspec
 
-from diagnosis import rules
+from diagnosis import proposals
 from diagnosis import stacks as stack_reading
 from diagnosis.incident import Culprit, Incident, Opinion, ProposedRule, Verdict
-from diagnosis.logs.steps import ProgressReader
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, RankOutput, clean_line, clean_text
 from diagnosis.taxonomy import TAXONOMY, FailureClass
-from diagnosis.text import HIDDEN, hide_keys, redact
+from diagnosis.text import hide_keys, redact
 
 LINE_CHARS: Final = 300
 SHOWN_CHARS: Final = 2000
@@ -45,12 +44,7 @@ _DIGITS: Final = re.compile(r"\d+")
 EVIDENCE_BYTES: Final = 16_384
 """Of numbered lines in one question, unless told otherwise: some 5,000 tokens."""
 WHY_CHARS: Final = 600
-RULE_CHARS: Final = 160
-RULE_MIN_CHARS: Final = 12
-RULE_MIN_WORDS: Final = 2
-RULE_CONFIDENCE: Final = 0.6
-"""Of a rule that a person has read and approved, and that nobody has tried."""
-_WORD: Final = re.compile(r"[A-Za-z]{3,}")
+RULE_CHARS: Final = proposals.TEXT_CHARS
 MAX_LINES: Final = 8
 MAX_CULPRITS: Final = 4
 ANSWER_BYTES: Final = 65_536
@@ -361,11 +355,19 @@ def schema(asked: Question, lines: int | None = None) -> dict[str, Any]:
 
 
 def ground(
-    answer: bytes | str, shown: ShownEvidence, *, lines: int | None = None, model: str = "", id: str = ""
+    answer: bytes | str,
+    shown: ShownEvidence,
+    *,
+    lines: int | None = None,
+    model: str = "",
+    id: str = "",
+    settled: FailureClass | None = None,
+    tried: proposals.Tried = proposals.NOTHING,
 ) -> Opinion:
     """What of `answer` is grounded in the evidence, of which the first `lines` were shown. Never raises.
 
-    `id`: that of the rule, where one is proposed.
+    `id`: that of the rule; empty: none may be proposed. `settled`: the class that an operator gave the incident, which
+    is that of the rule. `tried`: what a rule is tried on.
     """
     found = _parsed(answer)
     if found is None:
@@ -379,13 +381,16 @@ def ground(
     numbers = _numbers(found.get("lines"), len(seen))
     if not numbers:
         return no_opinion("the answer rests on no line that was shown", model)
+    rule = _chosen(found.get("rule"), settled or known[name], seen, id) if id else None
+    rejected = proposals.rejected(rule, tried) if rule is not None else None
     return Opinion(
         failure_class=known[name],
         culprits=tuple(shown.culprits[label] for label in _labels(found.get("culprits"), shown.culprits)),
         lines=tuple(seen[number - 1].whole for number in numbers),
         why=paragraph(found.get("why")),
         model=clean_line(model, 200),
-        rule=proposed_rule(found.get("rule"), known[name], seen, id) if id else None,
+        rule=rule if rejected is None else None,
+        rule_rejected=f"{rejected.gate}: {rejected.why}" if rejected is not None else "",
     )
 
 
@@ -444,66 +449,13 @@ def _labels(given: object, known: Mapping[str, Any]) -> list[str]:
 # ----- a proposed rule -----
 
 
-def proposed_rule(
-    given: object, failure_class: FailureClass, lines: Sequence[ShownLine], id: str
-) -> ProposedRule | None:
-    """The proposed rule, if it is worth a person's time; None for anything else."""
-    if not isinstance(given, Mapping) or TAXONOMY[failure_class].kind not in ("cause", "symptom"):
+def _chosen(given: object, failure_class: FailureClass, lines: Sequence[ShownLine], id: str) -> ProposedRule | None:
+    """The words that the model chose, of a line that a rank wrote; None: it chose none."""
+    if not isinstance(given, Mapping):
         return None
     number, text = given.get("line"), given.get("text")
     if type(number) is not int or not 1 <= number <= len(lines) or not isinstance(text, str):
         return None
-    line, text = lines[number - 1], clean_line(text, RULE_CHARS + 1).strip()
-    if not line.said or text not in line.text or HIDDEN in text or not RULE_MIN_CHARS <= len(text) <= RULE_CHARS:
-        return None
-    rule = ProposedRule(id=id, failure_class=failure_class, text=text, line=line.text)
-    return rule if not rule_flaw(rule) else None
-
-
-def rule_row(rule: ProposedRule) -> dict[str, object]:
-    """As a `[[rule]]` of a file of rules: the words as they stand, any number in the place of each number."""
-    return {
-        "id": rule.id,
-        "class": rule.failure_class.value,
-        "regex": r"\d+".join(re.escape(part) for part in _DIGITS.split(rule.text)),
-        "literals": [max(_DIGITS.split(rule.text), key=len).strip()],
-        "role": "cause" if TAXONOMY[rule.failure_class].kind == "cause" else "symptom",
-        "severity": "error",
-        "confidence": RULE_CONFIDENCE,
-        "samples": [rule.line],
-    }
-
-
-def rule_flaw(rule: ProposedRule) -> str:
-    """Why the rule is no good, in words; empty for one that may be put before a person."""
-    if len(_WORD.findall(rule.text)) < RULE_MIN_WORDS:
-        return "too few words to mean anything"
-    made = rule_row(rule)
-    packaged = rules.packaged()
-    try:  # alone: compiling all the others takes longer than everything else here
-        rules.Rules(rules.RuleFile(noise=packaged.file.noise)).with_site([made])
-    except ValueError as error:
-        return str(error)
-    known = {match.rule for match in packaged.scan(rule.line.encode()) if match.severity != "warning"}
-    if known:
-        return f"the line is known already: {', '.join(sorted(known))}"
-    if rules.is_mere_warning(rule.line.encode()):
-        return "the line calls itself a warning"
-    progress = ProgressReader()
-    progress.feed(rule.line.encode(), 1)
-    if progress.step is not None or progress.finished_line is not None:
-        return "the line shows that training goes on"
-    pattern = re.compile(str(made["regex"]), re.IGNORECASE)
-    for harmless in _harmless(packaged, rule.failure_class):
-        if pattern.search(harmless):
-            return f"it matches a line that means something else: {clean_line(harmless, 120)!r}"
-    return ""
-
-
-def _harmless(packaged: rules.Rules, failure_class: FailureClass) -> list[str]:
-    """Lines that a rule of this class must not match: healthy ones, noise, and what tells of other classes."""
-    lines = [*rules.healthy(), *(line for noise in packaged.file.noise for line in noise.samples)]
-    for rule in packaged.rules:
-        lines += rule.others
-        lines += rule.samples if rule.failure_class is not failure_class else ()
-    return lines
+    line = lines[number - 1]
+    chosen = clean_line(text, RULE_CHARS + 1).strip()
+    return ProposedRule(id=id, failure_class=failure_class, text=chosen, line=line.text) if line.said else None

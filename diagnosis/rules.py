@@ -18,7 +18,7 @@ from diagnosis import tables
 from diagnosis.kernel.xid import details, read_sxid, read_xid
 from diagnosis.signals import Evidence, Finding, Frozen, KernelEvent, Scope, Severity, Signal, clean_text
 from diagnosis.taxonomy import FailureClass
-from diagnosis.text import HIDDEN, Words, blind, literal, shape
+from diagnosis.text import HIDDEN, Words, blind, shape
 
 MAX_LINE: Final = 2048
 MAX_BEFORE: Final = 300
@@ -34,6 +34,7 @@ SHAPES_KEPT: Final = 256
 MIN_LITERAL: Final = 3
 """Characters; a shorter word is in every line."""
 _DIGITS: Final = b"0123456789"
+_ZEROS: Final = str.maketrans("123456789", "0" * 9)
 WARNING_CONFIDENCE: Final = 0.4
 """A warning has at most this confidence."""
 UNVERIFIED_CONFIDENCE: Final = 0.5
@@ -91,6 +92,8 @@ class Rule(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True, rename
     """Lines that must match."""
     others: tuple[str, ...] = ()
     """Lines that must not."""
+    origin: str = ""
+    """Who proposed and approved it, if no person wrote it."""
 
 
 class Noise(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -170,22 +173,31 @@ class Rules:
             for source in rule.sources:
                 self._by_source.setdefault(source, []).append(compiled)
         self._words = {source: Words([one.words for one in compiled]) for source, compiled in self._by_source.items()}
-        self._shapes = Words([tuple(map(literal, one.words)) for one in self._by_source.get("output", [])])
+        self._shapes = Words(
+            [tuple(word.translate(_ZEROS) for word in one.words) for one in self._by_source.get("output", [])]
+        )
 
     def with_site(self, rows: Iterable[Mapping[str, object]]) -> Rules:
         """These rules with a site's over them, as TOML has them (`[[rule]]`): one whose id is known changes what it
-        names, another is new. Raises `ValueError`, which names rule and key.
+        names, another is new, and one of class `none` is noise. Raises `ValueError`, which names rule and key.
         """
         merged = {rule.id: rule for rule in self.rules}
+        noise = {one.id: one for one in self.file.noise}
         gates = list(self.file.gates)
         rows = list(rows)
         for row in rows:
             rule = _site_rule(row, merged)
+            if rule.failure_class is FailureClass.NONE:
+                noise[rule.id] = Noise(id=rule.id, regex=rule.regex, samples=rule.samples, others=rule.others)
+                _check_noise(noise[rule.id])
+                continue
             merged[rule.id] = rule
             gates += [low for low in map(str.lower, rule.literals) if not any(gate in low for gate in gates)]
-        made = Rules(msgspec.structs.replace(self.file, gates=tuple(gates), rule=tuple(merged.values())))
+        changed = {"gates": tuple(gates), "rule": tuple(merged.values()), "noise": tuple(noise.values())}
+        made = Rules(msgspec.structs.replace(self.file, **changed))
         for row in rows:
-            made.check(str(row["id"]))
+            if row["id"] in merged:
+                made.check(str(row["id"]))
         return made
 
     def check(self, name: str) -> None:
@@ -411,6 +423,15 @@ def _site_rule(row: Mapping[str, object], known: Mapping[str, Rule]) -> Rule:
     if not rule.literals or any(len(one) < MIN_LITERAL for one in rule.literals):
         raise ValueError(f"rule.{name}: `literals`: at least one, of {MIN_LITERAL} characters or more")
     return rule
+
+
+def _check_noise(noise: Noise) -> None:
+    pattern = re.compile(noise.regex.encode(), re.IGNORECASE)
+    for key, wanted, lines in (("samples", True, noise.samples), ("others", False, noise.others)):
+        for line in lines:
+            if (pattern.search(line.encode()) is not None) is not wanted:
+                how = "does not match" if wanted else "matches"
+                raise ValueError(f"rule.{noise.id}: `{key}`: it {how} {clean_text(line, 120)!r}")
 
 
 def parse(*texts: str) -> Rules:

@@ -666,6 +666,8 @@ class SiteFile(Frozen, frozen=True, kw_only=True):
     path: str = ""
     drain_requests: str = DRAIN_FOLDER
     """Folder of a node where jobs leave requests to drain it, and root's programs read them."""
+    problem: str = ""
+    """Why the learned rules beside it are not used, in words."""
 
 
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
@@ -688,7 +690,7 @@ def load_site(named: str = "") -> SiteFile:
     """The file that is named, else the default one where it is. Raises ConfigError, which names file and key."""
     path = Path(named) if named else SITE_PATH
     if not named and not os.path.isfile(path):  # or one that is not ours to see
-        return SiteFile()
+        return _with_learned(SiteFile(), named)
     content = read_toml(path)
     if isinstance(expect := content.get("expect"), dict):
         content["expect"] = {key: value for key, value in expect.items() if key not in DROPPED_EXPECTATIONS}
@@ -719,7 +721,30 @@ def load_site(named: str = "") -> SiteFile:
         interfaces_left_out=read.interfaces_left_out,
         tables=tables,
     )
-    return SiteFile(site=site, tables=tables, path=str(path), drain_requests=read.drain_requests)
+    found = SiteFile(site=site, tables=tables, path=str(path), drain_requests=read.drain_requests)
+    return _with_learned(found, named)
+
+
+def learned_rules(named: str = "") -> Path:
+    """The file of the rules that a model proposed and an operator approved for all jobs: beside the site file."""
+    return (Path(named) if named else SITE_PATH).with_name("learned_rules.toml")
+
+
+def _with_learned(found: SiteFile, named: str) -> SiteFile:
+    """The site file with the rules learned. If one of these cannot be used, none is, and the site's own still are."""
+    path = learned_rules(named)
+    if not os.path.isfile(path):
+        return found
+    from diagnosis import rules
+
+    own = found.tables.get("rule", [])
+    try:
+        rows = [*own, *msgspec.convert(read_toml(path), _RulesFile).rule]
+        rules.packaged().with_site(rows)
+    except (ConfigError, ValueError) as error:
+        return msgspec.structs.replace(found, problem=f"the rules learned are not used: {path}: {error}")
+    tables = {**found.tables, "rule": rows}
+    return msgspec.structs.replace(found, tables=tables, site=msgspec.structs.replace(found.site, tables=tables))
 
 
 def use_rules(site_file: SiteFile, job_dir: Path | None = None) -> str:
@@ -777,6 +802,7 @@ def _use(site_file: SiteFile, job_dir: Path | None) -> tuple[list[dict[str, Any]
 def load_site_or_default(named: str = "") -> tuple[SiteFile, str]:
     """As `load_site`, but never raises: the defaults where the file cannot be used, and what is wrong with it."""
     try:
-        return load_site(named), ""
+        found = load_site(named)
+        return found, found.problem
     except ConfigError as error:
         return SiteFile(), f"the site file is not used: {error}"

@@ -417,14 +417,17 @@ def mode(job: JobHandle, mode: str, **options: Any) -> None:
 
 @click.command()
 @click.argument("what", metavar="[INCIDENT|NODE|RULE]", default="")
+@click.option("--site", is_flag=True, help="Accept RULE for all jobs of the site, not for this job folder only.")
 @command_options
-def approve(job: JobHandle, what: str, **options: Any) -> None:
+def approve(job: JobHandle, what: str, site: bool, **options: Any) -> None:
     """Carry out the plan that waits for approval.
 
     With INCIDENT: only if the plan belongs to it. With NODE: swap it at the next checkpoint. With RULE: accept
     that rule, which a model proposed.
     """
-    give(job, "approve", what, **options)
+    if site and not what.startswith(RULE_PREFIX):
+        raise click.UsageError(f"--site is for rules that a model proposed: {RULE_PREFIX}...")
+    give(job, "approve", what, site=site, **options)
 
 
 @click.command()
@@ -434,7 +437,7 @@ def reject(job: JobHandle, what: str, **options: Any) -> None:
     """Reject the plan that waits for approval.
 
     INCIDENT: only if it is the plan for this incident. NODE: it is not swapped. RULE: delete a rule
-    that a model proposed.
+    that a model proposed, also if it was approved before.
     """
     give(job, "reject", what, **options)
 
@@ -451,6 +454,7 @@ def give(
     argument: str = "",
     *,
     confirm: Literal["", "if_it_interrupts", "always"] = "",
+    site: bool = False,
     reason: str,
     yes: bool,
     dry_run: bool,
@@ -466,7 +470,7 @@ def give(
         confirm="" if yes or dry_run else confirm,
     )
     if name in ("approve", "reject") and argument.startswith(RULE_PREFIX):
-        answer = decide_rule(request, job.folder, job.client)
+        answer = decide_rule(request, job.folder, job.client, for_site=site)
     elif dry_run:
         answer = dry_run_answer(request, job)
     else:
@@ -538,7 +542,7 @@ def _ended(job: JobHandle) -> str:
 
 
 def decide_rule(
-    request: CommandRequest, job_dir: Path | None, client: Callable[[], ControllerClient]
+    request: CommandRequest, job_dir: Path | None, client: Callable[[], ControllerClient], *, for_site: bool = False
 ) -> dict[str, Any]:
     """`approve` or `reject` a rule, and have it journalled if a controller answers; as JSON types.
 
@@ -550,12 +554,17 @@ def decide_rule(
     if job_dir is None:
         raise RuleNotFound(f"the rule {name} is in a job folder: give it with --job-dir. Nothing was done.")
     try:
-        rule = pending.find(job_dir, name)
-        if request.dry_run:
-            would = f"would put {name} into {job_dir / pending.APPROVED}" if approved else f"would forget {name}"
-            return {"schema": 1, "would": would, "command": request.command, "argument": name, "rule": rule}
+        learned = config.learned_rules(config.load_here().settings.run.site_file)
+        into = learned if for_site else job_dir / pending.APPROVED
         if approved:
-            pending.check(job_dir, rule)
+            rule = pending.find(job_dir, name)
+            pending.check(job_dir, rule, into)
+            would = f"would put {name} into {into}"
+        else:
+            rule, place = pending.where(job_dir, name, learned)
+            would = f"would take {name} out of {place}"
+        if request.dry_run:
+            return {"schema": 1, "would": would, "command": request.command, "argument": name, "rule": rule}
         try:
             client().command(request)
         except ControllerUnusable:
@@ -563,7 +572,10 @@ def decide_rule(
         except ControllerUnreachable:
             pass  # a job that has ended has no controller, and needs none for this
         at = f"{utc(time.time()):%Y-%m-%d %H:%M} UTC"
-        sentence = pending.approve(job_dir, name, request.by, at) if approved else pending.reject(job_dir, name)
+        if approved:
+            sentence = pending.approve(job_dir, name, request.by, at, into)
+        else:
+            sentence = pending.reject(job_dir, name, learned)
     except ConfigError as error:
         raise UnbrokenError(f"{error}. Nothing was done.") from None
     except UnbrokenError as error:

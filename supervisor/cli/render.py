@@ -632,8 +632,11 @@ def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
     parts += [_field("rests on" if number == 0 else "", line) for number, line in enumerate(opinion["lines"])]
     rule = opinion["rule"]
     if rule is not None:
-        proposal = f"{rule['id']}: {rule['text']!r} means {rule['failure_class']} (`unbroken approve {rule['id']}`)"
+        means = "is no failure" if rule["failure_class"] == "none" else f"means {rule['failure_class']}"
+        proposal = f"{rule['id']}: {rule['text']!r} {means} (`unbroken approve {rule['id']}`)"
         parts.append(_field("proposes", proposal))
+    elif opinion["rule_rejected"]:
+        parts.append(_field("proposed", f"a rule that is not kept ({opinion['rule_rejected']})"))
     return parts
 
 

@@ -30,6 +30,8 @@ MAX_TOKENS: Final = 4096
 """Some models think aloud first."""
 KEY_BYTES: Final = 4096
 CPU_S: Final = 20
+MOST_TOKENS: Final = 10_000_000
+"""A server may say anything."""
 PLAINER: Final = (400, 404, 415, 422, 501)
 """Answers of servers that do not know `response_format`, or another parameter: asked again with none."""
 
@@ -44,6 +46,7 @@ class _Choice(msgspec.Struct, frozen=True):
 
 class _Completion(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] = ()
+    usage: Any = None
 
 
 class _Refused(Exception):
@@ -63,8 +66,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     parent: int = 0
 
 
-async def ask(request: Request) -> str:
-    """The answer's text. Raises ModelUnavailable."""
+async def ask(request: Request) -> ProcessAnswer:
+    """Raises ModelUnavailable."""
     key = _key(request.key_file) if request.key_file else ""
     headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
@@ -80,11 +83,11 @@ async def ask(request: Request) -> str:
             ) as session,
         ):
             try:
-                text = await _post(session, request, with_schema=True)
+                reply = await _post(session, request, with_schema=True)
             except _Refused as refused:
                 if refused.status not in PLAINER:
                     raise
-                text = await _post(session, request, with_schema=False)
+                reply = await _post(session, request, with_schema=False)
     except _Refused as refused:
         why = str(refused).replace(key, HIDDEN) if key else str(refused)
         raise ModelUnavailable(f"the endpoint answers {refused.status}: {why or 'without a reason'}") from None
@@ -93,7 +96,7 @@ async def ask(request: Request) -> str:
     except (aiohttp.ClientError, OSError, ValueError) as error:
         why = clean_line(str(error) or type(error).__name__)
         raise ModelUnavailable(f"the endpoint cannot be asked: {why}") from None
-    return text.replace(key, HIDDEN) if key else text
+    return msgspec.structs.replace(reply, answer=reply.answer.replace(key, HIDDEN)) if key else reply
 
 
 def _key(path: str) -> str:
@@ -108,7 +111,7 @@ def _key(path: str) -> str:
     return key
 
 
-async def _post(session: aiohttp.ClientSession, request: Request, *, with_schema: bool) -> str:
+async def _post(session: aiohttp.ClientSession, request: Request, *, with_schema: bool) -> ProcessAnswer:
     """Raises _Refused and ModelUnavailable."""
     question = request.question
     body: dict[str, Any] = {
@@ -127,7 +130,7 @@ async def _post(session: aiohttp.ClientSession, request: Request, *, with_schema
         content = await _bounded(response)
         if response.status != 200:
             raise _Refused(response.status, clean_line(content[:600].decode(errors="replace"), 150))
-    return _text(content)
+    return msgspec.structs.replace(_answer(content), lines=len(question.lines))
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
@@ -139,7 +142,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
     return content
 
 
-def _text(content: bytes) -> str:
+def _answer(content: bytes) -> ProcessAnswer:
     try:
         found = msgspec.json.decode(content, type=_Completion)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
@@ -147,7 +150,13 @@ def _text(content: bytes) -> str:
     text = found.choices[0].message.content if found.choices else None
     if not text:
         raise ModelUnavailable("the endpoint's answer is empty")
-    return text
+    read, written = _count(found.usage, "prompt_tokens"), _count(found.usage, "completion_tokens")
+    return ProcessAnswer(answer=text, tokens_read=read, tokens_written=written)
+
+
+def _count(usage: Any, name: str) -> int:
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return min(max(count, 0), MOST_TOKENS) if type(count) is int else 0
 
 
 # ----- the process -----
@@ -159,7 +168,7 @@ def main() -> int:
     # A server that sends for ever keeps a core busy until the deadline, but not for longer than this.
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     try:
-        reply = ProcessAnswer(answer=asyncio.run(ask(request)), lines=len(request.question.lines))
+        reply = asyncio.run(ask(request))
     except ModelUnavailable as error:
         reply = ProcessAnswer(problem=str(error))
     sys.stdout.buffer.write(msgspec.json.encode(reply))

@@ -30,6 +30,8 @@ class ModelAnswer(NamedTuple):
     lines: int
     """How many lines of the question the model was shown."""
     model: str
+    tokens_read: int = 0
+    tokens_written: int = 0
 
 
 ANSWER_BYTES: Final = 1 << 19
@@ -46,6 +48,8 @@ class ProcessAnswer(msgspec.Struct, frozen=True):
     answer: str = ""
     lines: int = 0
     problem: str = ""
+    tokens_read: int = 0
+    tokens_written: int = 0
 
 
 async def ask_process(
@@ -171,7 +175,7 @@ class Endpoint:
             timeout_s=self._timeout_s,
             memory_bytes=MEMORY_BYTES,
         )
-        return ModelAnswer(reply.answer, reply.lines, self._model)
+        return ModelAnswer(reply.answer, reply.lines, self._model, reply.tokens_read, reply.tokens_written)
 
 
 PROGRAM: Final = Path(__file__).with_name("local_model.py")
@@ -208,7 +212,7 @@ class LocalModel:
             timeout_s=self._timeout_s,
             memory_bytes=2 * weights + OVERHEAD_BYTES,
         )
-        return ModelAnswer(reply.answer, reply.lines, self._folder.name)
+        return ModelAnswer(reply.answer, reply.lines, self._folder.name, reply.tokens_read, reply.tokens_written)
 
     def _weights(self) -> int:
         """Bytes. In a thread: a file system may hang."""

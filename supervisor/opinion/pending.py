@@ -1,7 +1,8 @@
 """Rules that a model proposed: kept in `pending_rules.toml` of the job folder until an operator decides.
 
-Nothing reads that file but the commands that show it. `approve` appends a rule to `rules.toml`, which processes read
-when they start (docs/rules.md); whatever is in that file already stays as it is.
+Nothing reads that file but the commands that show it. `approve` appends a rule to `rules.toml` of the job folder, or to
+the site's `learned_rules.toml`; processes read both when they start (docs/rules.md). `reject` takes it out again.
+Whatever else is in these files stays as it is, byte for byte.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from diagnosis import rules
+from diagnosis import rules, tables
 from diagnosis.incident import RULE_PREFIX, ProposedRule
-from diagnosis.llm import rule_row
+from diagnosis.proposals import row
 from diagnosis.signals import clean_line
 from supervisor.config import read_toml
 from supervisor.errors import ConfigError, RuleNotFound
@@ -29,6 +30,9 @@ MAX_PENDING: Final = 50
 TRIED_S: Final = 10.0
 """Seconds of CPU. A rule that needs longer for its samples would delay every process that reads output with it."""
 PUMPED: Final = 48
+ORIGIN_CHARS: Final = 300
+LEARNED_BYTES: Final = 1 << 20
+"""A file of approved rules is not made larger."""
 _HEAD: Final = (
     "# Rules that a language model proposed. They do nothing: read them, change them if need be, then\n"
     "# `unbroken approve ID` (or `reject ID`).\n"
@@ -40,12 +44,13 @@ def rule_id(incident: str) -> str:
     return f"{RULE_PREFIX}{incident}"
 
 
-def add(job_dir: Path, rule: ProposedRule) -> bool:
+def add(job_dir: Path, rule: ProposedRule, origin: str) -> bool:
     """Keep a proposed rule in the place of one of its id; False when there are too many.
 
     Raises OSError, ConfigError.
     """
-    rows = {one["id"]: one for one in read(job_dir)} | {rule.id: rule_row(rule)}
+    made = row(rule) | {"origin": clean_line(origin, ORIGIN_CHARS)}
+    rows = {one["id"]: one for one in read(job_dir)} | {rule.id: made}
     if len(rows) > MAX_PENDING:
         return False
     _write(job_dir, list(rows.values()))
@@ -81,40 +86,100 @@ def names(job_dir: Path) -> list[str]:
         return []
 
 
-def approve(job_dir: Path, name: str, by: str, at: str) -> str:
-    """Move a rule from those that wait to those in use; a sentence for the operator.
+def approve(job_dir: Path, name: str, by: str, at: str, into: Path) -> str:
+    """Move a rule from those that wait to those in use, in the file `into`; a sentence for the operator.
 
     Raises RuleNotFound, ConfigError (the rule, or those in use already, cannot be used), OSError.
     """
     chosen = find(job_dir, name)
-    check(job_dir, chosen)
-    path = job_dir / APPROVED
-    before = path.read_text(encoding="utf-8") if os.path.isfile(path) else ""
-    gap = "" if not before or before.endswith("\n") else "\n"
-    text = f"{before}{gap}\n# Proposed by a language model; approved by {clean_line(by, 80)}, {at}.\n{_toml(chosen)}"
-    write_atomically(path, text.lstrip("\n").encode())
+    check(job_dir, chosen, into)
+    called = _called(job_dir, name, into)
+    origin = clean_line(f"{chosen.get('origin', '')}; approved by {by}, {at}".lstrip("; "), 2 * ORIGIN_CHARS)
+    before = into.read_text(encoding="utf-8") if os.path.isfile(into) else ""
+    text = before.rstrip("\n") + "\n\n" * bool(before.strip()) + _toml({**chosen, "id": called, "origin": origin})
+    if len(text.encode()) > LEARNED_BYTES:
+        raise ConfigError(f"{into} is larger than {LEARNED_BYTES >> 20} MiB: take rules out first")
+    write_atomically(into, text.encode())
     _drop(job_dir, name)
-    return f"{name} is in {path}: whatever starts from now on reads output with it"
+    as_what = "" if called == name else f" as {called}"
+    return f"{name} is in {into}{as_what}: whatever starts from now on reads output with it"
 
 
-def reject(job_dir: Path, name: str) -> str:
-    """Forget a rule that waits; a sentence for the operator. Raises RuleNotFound, ConfigError, OSError."""
-    find(job_dir, name)
-    _drop(job_dir, name)
-    return f"{name} is forgotten"
+def _called(job_dir: Path, name: str, into: Path) -> str:
+    """The rule's id among those of `into`: other jobs have rules for their incidents of the same number."""
+    if into.parent == job_dir:
+        return name
+    job = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in job_dir.absolute().name)
+    return f"{RULE_PREFIX}{job[:60]}-{name.removeprefix(RULE_PREFIX)}"
 
 
-def check(job_dir: Path, rule: Mapping[str, Any]) -> None:
-    """Whether the rule can be used beside those that are in use. In the main thread. Raises ConfigError."""
-    path = job_dir / APPROVED
-    in_use = read_toml(path).get("rule", []) if os.path.isfile(path) else []
+def reject(job_dir: Path, name: str, learned: Path) -> str:
+    """Forget a rule that waits, or withdraw one that was approved; a sentence for the operator.
+
+    `learned`: the site's file of learned rules. Raises RuleNotFound, ConfigError, OSError.
+    """
+    _, path = where(job_dir, name, learned)
+    if path == job_dir / NAME:
+        _drop(job_dir, name)
+        return f"{name} is forgotten"
+    write_atomically(path, _without(path, name).encode())
+    return f"{name} is withdrawn from {path}: whatever starts from now on reads output without it"
+
+
+def where(job_dir: Path, name: str, learned: Path) -> tuple[dict[str, Any], Path]:
+    """A rule that waits or is in use, and its file. Raises RuleNotFound, ConfigError (not as we left it)."""
+    for path in (job_dir / NAME, job_dir / APPROVED, learned):
+        rows = read(job_dir) if path.name == NAME else _rows(path)
+        for one in rows:
+            if one.get("id") == name:
+                if path.name != NAME:
+                    _without(path, name)
+                return one, path
+    raise _not_found(job_dir, name, learned)
+
+
+def _without(path: Path, name: str) -> str:
+    """The file without this rule: its lines are left out, all others stay. Raises ConfigError."""
+    text = path.read_text(encoding="utf-8")
+    pieces = re.split(r"(?m)^(?=\[\[rule\]\])", text)
+    kept = [piece for number, piece in enumerate(pieces) if not number or not _is_rule(piece, name)]
+    try:
+        left = tables.parse("".join(kept)).get("rule", [])
+    except ValueError:
+        left = []
+    if left != [one for one in _rows(path) if one.get("id") != name]:
+        raise ConfigError(f"{path}: {name} cannot be told from what is around it: take its [[rule]] out by hand")
+    return "".join(kept)
+
+
+def _is_rule(piece: str, name: str) -> bool:
+    try:
+        found = tables.parse(piece).get("rule", [])
+    except ValueError:
+        return False
+    return [one.get("id") for one in found] == [name]
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rules in a file, as TOML has them; none where it is not. Raises ConfigError."""
+    rows = read_toml(path).get("rule", []) if os.path.isfile(path) else []
+    if not isinstance(rows, list) or not all(isinstance(one, dict) for one in rows):
+        raise ConfigError(f"{path}: [[rule]] tables are expected")
+    return rows
+
+
+def check(job_dir: Path, rule: Mapping[str, Any], into: Path) -> None:
+    """Whether the rule can be used beside those in the file `into`. In the main thread. Raises ConfigError."""
+    in_use, name = _rows(into), clean_line(str(rule["id"]), 60)
+    if any(one.get("id") == _called(job_dir, name, into) for one in in_use):
+        raise ConfigError(f"{into}: a rule of this name is there already: withdraw it first (`unbroken reject`)")
     try:
         with _no_longer_than(TRIED_S):
             _try_hard(rule)
             rules.packaged().with_site([*in_use, rule])
     except TimeoutError:
         why = "its regex takes too long on some lines: it may have a repeat within a repeat"
-        raise ConfigError(f"{job_dir / NAME}: rule.{clean_line(str(rule['id']), 60)}: {why}") from None
+        raise ConfigError(f"{job_dir / NAME}: rule.{name}: {why}") from None
     except (ValueError, TypeError, AttributeError, re.error, OverflowError, RecursionError) as error:
         raise ConfigError(f"{job_dir / NAME}: {clean_line(str(error), 300)}") from None
 
@@ -149,7 +214,16 @@ def find(job_dir: Path, name: str) -> dict[str, Any]:
     for one in rows:
         if one["id"] == name:
             return one
-    raise RuleNotFound(f"no rule {name} waits; rules that wait: {', '.join(names(job_dir)) or 'none'}")
+    raise _not_found(job_dir, name)
+
+
+def _not_found(job_dir: Path, name: str, learned: Path | None = None) -> RuleNotFound:
+    in_use: list[str] = []
+    for path in [job_dir / APPROVED, *([learned] if learned is not None else [])]:
+        with contextlib.suppress(ConfigError):
+            in_use += [str(one["id"]) for one in _rows(path) if str(one.get("id", "")).startswith(RULE_PREFIX)]
+    told = f"; in use: {', '.join(clean_line(one, 80) for one in in_use[-20:])}" if in_use else ""
+    return RuleNotFound(f"no rule {name} waits; rules that wait: {', '.join(names(job_dir)) or 'none'}{told}")
 
 
 def _drop(job_dir: Path, name: str) -> None:

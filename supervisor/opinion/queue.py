@@ -19,13 +19,16 @@ import msgspec
 from diagnosis import llm
 from diagnosis.incident import Incident, Opinion, Verdict
 from diagnosis.llm import ShownEvidence
-from diagnosis.signals import NodeEvidence
+from diagnosis.proposals import Tried, may_learn, went_on
+from diagnosis.signals import NodeEvidence, clean_line
+from diagnosis.taxonomy import FailureClass
 from supervisor.blocking import BlockingCalls
 from supervisor.config import OpinionSettings, check_opinion
 from supervisor.errors import ConfigError, ModelUnavailable
 from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
 from supervisor.opinion import pending
 from supervisor.opinion.client import Endpoint, LocalModel, ModelAnswer
+from supervisor.view import utc
 
 if TYPE_CHECKING:
     from supervisor.job.job import Job
@@ -49,6 +52,11 @@ class AskedIncident(NamedTuple):
     verdict: Verdict | None
     folders: tuple[str, ...]
     """`node:folder` where its evidence is kept: read when the incident holds none any more."""
+    job: str = ""
+    settled: FailureClass | None = None
+    """The class that an operator gave it."""
+    cases: tuple[tuple[FailureClass, str], ...] = ()
+    """Lines that the verdicts on the job's other incidents rest on."""
 
 
 def backend_of(settings: OpinionSettings, python: str) -> Endpoint | LocalModel | None:
@@ -143,9 +151,10 @@ async def opinion_on(
     """What the model says. What is missing for an opinion, and a defect here, is its `problem`."""
     name, began = asked.incident.id, time.monotonic()
     try:
-        seen, question = await files.run(lambda: _prepare(asked, job_dir), READ_DEADLINE_S)
-        answer = await backend.ask(question)
-        opinion = await files.run(lambda: _ground(answer, seen, job_dir, name), READ_DEADLINE_S)
+        asked = await files.run(lambda: _with_evidence(asked, job_dir), READ_DEADLINE_S)
+        seen = llm.shown_evidence(asked.incident, asked.verdict)
+        answer = await backend.ask(llm.question(seen))
+        opinion = await files.run(lambda: _ground(answer, seen, asked, job_dir), READ_DEADLINE_S)
     except ModelUnavailable as error:
         opinion = llm.no_opinion(str(error))
     except asyncio.TimeoutError:
@@ -157,27 +166,40 @@ async def opinion_on(
     return msgspec.structs.replace(opinion, took_s=round(time.monotonic() - began, 2))
 
 
-def _ground(answer: ModelAnswer, seen: ShownEvidence, job_dir: Path, incident: str) -> Opinion:
+def _ground(answer: ModelAnswer, seen: ShownEvidence, asked: AskedIncident, job_dir: Path) -> Opinion:
     """In a thread: a rule is tried on many lines, and written to a file system that may be slow."""
-    name = pending.rule_id(incident)
-    opinion = llm.ground(answer.text, seen, lines=answer.lines, model=answer.model, id=name)
+    incident = asked.incident
+    name = pending.rule_id(incident.id) if may_learn(asked.verdict, asked.settled) else ""
+    outputs = [output for piece in incident.evidence for output in piece.outputs]
+    tried = Tried(
+        healthy=tuple(line for one in outputs for line in went_on(one.tail)),
+        cases=asked.cases,
+        hosts=frozenset((*incident.rank_nodes.values(), *(piece.node for piece in incident.evidence))),
+    )
+    opinion = llm.ground(
+        answer.text, seen, lines=answer.lines, model=answer.model, id=name, settled=asked.settled, tried=tried
+    )
+    opinion = msgspec.structs.replace(opinion, tokens_read=answer.tokens_read, tokens_written=answer.tokens_written)
     if opinion.rule is None:
         return opinion
+    when = f"{utc(time.time()):%Y-%m-%d %H:%M} UTC"
+    origin = f"proposed by {answer.model} for {incident.id} of {asked.job or job_dir.name}, {when}"
     try:
-        kept = pending.add(job_dir, opinion.rule)
+        problem = "" if pending.add(job_dir, opinion.rule, origin) else f"{pending.MAX_PENDING} rules wait already"
     except (OSError, ConfigError) as error:
-        log.warning("the proposed rule %s is not kept: %s", name, error)
-        kept = False
-    return opinion if kept else msgspec.structs.replace(opinion, rule=None)
+        problem = str(error)
+    if problem:
+        log.warning("the proposed rule %s is not kept: %s", name, problem)
+        return msgspec.structs.replace(opinion, rule=None, rule_rejected=f"kept: {clean_line(problem, 200)}")
+    return opinion
 
 
-def _prepare(asked: AskedIncident, job_dir: Path) -> tuple[ShownEvidence, llm.Question]:
-    """In a thread: some megabytes are read, cleaned and redacted."""
-    incident = asked.incident
-    if not incident.evidence:
-        incident = msgspec.structs.replace(incident, evidence=tuple(_kept(job_dir, asked.folders)))
-    seen = llm.shown_evidence(incident, asked.verdict)
-    return seen, llm.question(seen)
+def _with_evidence(asked: AskedIncident, job_dir: Path) -> AskedIncident:
+    """In a thread: some megabytes are read."""
+    if asked.incident.evidence:
+        return asked
+    kept = tuple(_kept(job_dir, asked.folders))
+    return asked._replace(incident=msgspec.structs.replace(asked.incident, evidence=kept))
 
 
 def _kept(job_dir: Path, folders: tuple[str, ...]) -> list[NodeEvidence]:
@@ -224,10 +246,13 @@ def asked_incident(job: Job, incident: str) -> AskedIncident | None:
     attempt = job.attempt
     findings = job.incidents.log.findings_near(case.failed_at, case.attempt)
     if attempt is None or attempt.number != case.attempt:
-        return AskedIncident(case.incident(case.evidence, findings, {}, 0), case.verdict, case.folders)
-    evidence = case.evidence or attempt.evidence.values()  # closed at once; agents may not have filed it yet
-    seen = case.incident(evidence, findings, attempt.rank_nodes, attempt.world_size)
-    return AskedIncident(seen, case.verdict, case.folders)
+        seen = case.incident(case.evidence, findings, {}, 0)
+    else:
+        evidence = case.evidence or attempt.evidence.values()  # closed at once; agents may not have filed it yet
+        seen = case.incident(evidence, findings, attempt.rank_nodes, attempt.world_size)
+    others = (one.verdict for one in job.incidents.log.records if one.id != incident and one.verdict is not None)
+    cases = [(one.failure_class, line.text) for one in others if one.kind == "cause" for line in one.evidence]
+    return AskedIncident(seen, case.verdict, case.folders, job.spec.name, None, tuple(cases))
 
 
 # ----- without a controller -----

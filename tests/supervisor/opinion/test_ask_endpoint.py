@@ -22,7 +22,8 @@ TIMEOUT_S = 1.0
 
 async def asked_at(url: str, question: llm.Question, key_file: str = "", timeout_s: float = 10.0) -> str:
     """What its process does, here."""
-    return await ask(Request(url=url, model="some-model", key_file=key_file, timeout_s=timeout_s, question=question))
+    asked = Request(url=url, model="some-model", key_file=key_file, timeout_s=timeout_s, question=question)
+    return (await ask(asked)).answer
 
 
 def test_the_question_goes_out_with_its_schema_and_the_answer_comes_back(

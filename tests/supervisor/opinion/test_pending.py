@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diagnosis import rules
+from diagnosis import rules, tables
 from diagnosis.incident import ProposedRule
 from diagnosis.taxonomy import FailureClass
 from supervisor import config
@@ -24,6 +24,10 @@ def proposed(name: str = "rule-i-1", line: str = LINE) -> ProposedRule:
     return ProposedRule(id=name, failure_class=FailureClass.SCRIPT_ERROR, text=line, line=line)
 
 
+def add(job_dir: Path, rule: ProposedRule) -> bool:
+    return pending.add(job_dir, rule, "proposed by m for i-1 of j, 2026-11-23 12:00 UTC")
+
+
 @pytest.fixture
 def _rules_as_before() -> object:
     yield
@@ -38,27 +42,85 @@ def read_with(job_dir: Path) -> set[str]:
 
 @pytest.mark.usefixtures("_rules_as_before")
 def test_from_proposed_to_approved(tmp_path: Path) -> None:
-    assert pending.add(tmp_path, proposed())
-    assert pending.add(tmp_path, proposed("rule-i-2", "the other thing has happened"))
+    assert add(tmp_path, proposed())
+    assert add(tmp_path, proposed("rule-i-2", "the other thing has happened"))
     assert pending.names(tmp_path) == ["rule-i-1", "rule-i-2"]
     assert read_with(tmp_path) == set(), "it does nothing"
 
-    told = pending.approve(tmp_path, "rule-i-1", "me@here", "today")
+    told = pending.approve(tmp_path, "rule-i-1", "me@here", "today", tmp_path / pending.APPROVED)
     assert "rules.toml" in told
     assert read_with(tmp_path) == {"rule-i-1"}
     assert pending.names(tmp_path) == ["rule-i-2"]
-    assert "approved by me@here, today" in (tmp_path / "rules.toml").read_text()
+    row = tables.parse((tmp_path / "rules.toml").read_text())["rule"][0]
+    assert row["origin"] == "proposed by m for i-1 of j, 2026-11-23 12:00 UTC; approved by me@here, today"
 
-    assert "forgotten" in pending.reject(tmp_path, "rule-i-2")
+    assert "forgotten" in pending.reject(tmp_path, "rule-i-2", tmp_path / "none.toml")
     assert not (tmp_path / pending.NAME).exists()
 
 
+MINE = '# What we know\n[[rule]]\nid = "mine"\nclass = "script_error"\nregex = "my words"\nliterals = ["my words"]\n'
+
+
+@pytest.mark.usefixtures("_rules_as_before")
+def test_a_rule_is_withdrawn_and_all_around_it_stays(tmp_path: Path) -> None:
+    path = tmp_path / pending.APPROVED
+    path.write_text(MINE)
+    for name in ("rule-i-1", "rule-i-2"):
+        add(tmp_path, proposed(name))
+        assert decide(tmp_path, name=name)["ok"] is True
+    add(tmp_path, proposed())
+    with pytest.raises(UnbrokenError, match="is there already"):
+        decide(tmp_path)
+    decide(tmp_path, "reject")  # the one that waits
+    before = path.read_text()
+    assert before.startswith(MINE)
+    assert str(path) in str(decide(tmp_path, "reject", dry_run=True)["would"])
+    assert path.read_text() == before
+
+    assert decide(tmp_path, "reject")["ok"] is True
+    left = path.read_text()
+    assert left.startswith(MINE)
+    assert read_with(tmp_path) == {"rule-i-2"}
+    assert decide(tmp_path, "reject", "rule-i-2")["ok"] is True
+    assert path.read_text().rstrip() == MINE.rstrip()
+    with pytest.raises(UnbrokenError, match="no rule rule-i-2 waits"):
+        decide(tmp_path, "reject", "rule-i-2")
+
+
+@pytest.mark.usefixtures("_rules_as_before")
+def test_a_rule_for_all_jobs_of_the_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, job_dir = tmp_path / "etc" / "site.toml", tmp_path / "the job"
+    site.parent.mkdir()
+    job_dir.mkdir()
+    site.write_text(MINE)
+    monkeypatch.setenv("UNBROKEN_SITE", str(site))
+    add(job_dir, proposed())
+    told = job_commands.decide_rule(given("approve"), job_dir, no_controller, for_site=True)
+    assert "rule-the-job-i-1" in str(told["notes"])
+    assert site.read_text() == MINE
+    found = config.load_site(str(site))
+    assert found.problem == ""
+    assert [one["id"] for one in found.tables["rule"]] == ["mine", "rule-the-job-i-1"]
+    assert config.use_rules(found) == ""
+    assert {match.rule for match in rules.default().scan(LINE.encode())} == {"rule-the-job-i-1"}
+
+    learned = config.learned_rules(str(site))
+    good = learned.read_text()
+    learned.write_text(good.replace("script_error", "no_such_class"))
+    spoilt, problem = config.load_site_or_default(str(site))
+    assert "learned" in problem
+    assert [one["id"] for one in spoilt.tables["rule"]] == ["mine"], "the site's own rules are used all the same"
+    learned.write_text(good)
+    assert decide(tmp_path / "other", "reject", "rule-the-job-i-1")["ok"] is True
+    assert config.load_site(str(site)).tables["rule"] == found.tables["rule"][:1]
+
+
 def test_what_an_operator_spoilt_is_not_approved(tmp_path: Path) -> None:
-    pending.add(tmp_path, proposed())
+    add(tmp_path, proposed())
     path = tmp_path / pending.NAME
     path.write_text(path.read_text().replace('"script_error"', '"no_such_class"'))
     with pytest.raises(ConfigError, match=r"rule\.rule-i-1"):
-        pending.approve(tmp_path, "rule-i-1", "me", "today")
+        pending.approve(tmp_path, "rule-i-1", "me", "today", tmp_path / pending.APPROVED)
     assert not (tmp_path / "rules.toml").exists()
     assert pending.names(tmp_path) == ["rule-i-1"]
     assert decide(tmp_path, "reject")["ok"] is True, "what cannot be used can be got rid of"
@@ -67,12 +129,12 @@ def test_what_an_operator_spoilt_is_not_approved(tmp_path: Path) -> None:
 
 def test_the_same_incident_asked_again_replaces_its_rule_and_there_are_only_so_many(tmp_path: Path) -> None:
     for _ in range(3):
-        assert pending.add(tmp_path, proposed())
+        assert add(tmp_path, proposed())
     assert pending.names(tmp_path) == ["rule-i-1"]
     for number in range(2, pending.MAX_PENDING + 1):
-        assert pending.add(tmp_path, proposed(f"rule-i-{number}"))
-    assert not pending.add(tmp_path, proposed("rule-i-99"))
-    assert pending.add(tmp_path, proposed("rule-i-7"))
+        assert add(tmp_path, proposed(f"rule-i-{number}"))
+    assert not add(tmp_path, proposed("rule-i-99"))
+    assert add(tmp_path, proposed("rule-i-7"))
 
 
 def edited(job_dir: Path, *lines: str) -> None:
@@ -114,7 +176,7 @@ def test_what_cannot_be_done_is_said(tmp_path: Path) -> None:
         decide(None)
     with pytest.raises(UnbrokenError, match="no rule rule-i-1 waits; rules that wait: none"):
         decide(tmp_path)
-    pending.add(tmp_path, proposed())
+    add(tmp_path, proposed())
     with pytest.raises(UnbrokenError, match="wait: rule-i-1"):
         decide(tmp_path, name="rule-i-5")
     os.mkdir(tmp_path / "rules.toml")
