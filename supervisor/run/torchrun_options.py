@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from supervisor.errors import LaunchRefused
+from supervisor.run.other_launchers import ACCELERATE, DEEPSPEED, advice
 
 RESTARTS_OUT_OF_THE_WAY = "1000000"
 """torchrun's own budget: the controller's budgets decide."""
@@ -154,18 +155,13 @@ def read_command(
     raise LaunchRefused(_why_not(program, name, rest))
 
 
-_ELSEWHERE = {
-    "accelerate": "accelerate launch brings its own launcher: use torchrun with the same script (accelerate reads "
-    "torchrun's variables), or `python -m torch.distributed.run`",
-    "deepspeed": "the deepspeed launcher is not supported: use torchrun with the same script (deepspeed reads "
-    "torchrun's variables)",
-    "unbroken": "unbroken run inside unbroken run: give the torchrun command itself",
-}
-
-
 def _why_not(program: str, name: str, rest: Sequence[str]) -> str:
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name]
+    if name == "accelerate":
+        return advice(ACCELERATE, rest[1:] if rest[:1] == ["launch"] else rest)
+    if name == "deepspeed":
+        return advice(DEEPSPEED, rest)
+    if name == "unbroken":
+        return "unbroken run inside unbroken run: give the torchrun command itself"
     if name in {"srun", "mpirun", "mpiexec", "orterun", "flux", "sbatch"}:
         return f"{name} must come first: {name} ... unbroken run -- torchrun ..."
     if any(PurePath(word).name == "torchrun" or re.fullmatch(r"python[0-9.]*", PurePath(word).name) for word in rest):
@@ -202,9 +198,10 @@ def _read_module(
         return _read_torchrun(program, True, arguments, nproc_per_node, environment)
     if module == "torch.distributed.launch":
         raise LaunchRefused("torch.distributed.launch is deprecated: use torchrun (the script reads LOCAL_RANK itself)")
-    tool = "accelerate" if module.startswith("accelerate.") else "deepspeed" if module.startswith("deepspeed.") else ""
-    if tool and "launch" in module:
-        raise LaunchRefused(_ELSEWHERE[tool])
+    if module.startswith("accelerate.") and "launch" in module:
+        raise LaunchRefused(advice(ACCELERATE, arguments))
+    if module.startswith("deepspeed.") and "launch" in module:
+        raise LaunchRefused(advice(DEEPSPEED, arguments))
     return _read_torchrun(program, True, ["-m", module, *arguments], nproc_per_node, environment)
 
 

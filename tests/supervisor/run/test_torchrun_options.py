@@ -99,10 +99,24 @@ def test_plain_python_becomes_torchrun() -> None:
         ("torchrun --standalone=1 t.py", "--standalone takes no value"),
         ("torchrun --rdzv c10d t.py", "could be --rdzv-backend, --rdzv-endpoint"),
         ("torchrun --no-python -m x", "exclude each other"),
-        ("accelerate launch t.py", "use torchrun"),
-        ("python -m accelerate.commands.launch t.py", "use torchrun"),
-        ("deepspeed t.py", "use torchrun"),
-        ("python -m deepspeed.launcher.launch t.py", "use torchrun"),
+        ("accelerate launch t.py", "`unbroken run -- torchrun --nproc-per-node gpu t.py`"),
+        (
+            "python -m accelerate.commands.launch --num_processes 2 t.py --lr 1",
+            "torchrun --nproc-per-node 2 t.py --lr 1`",
+        ),
+        (
+            "deepspeed --num_gpus=4 --master_port 29501 t.py --deepspeed",
+            "--nproc-per-node 4 --master-port 29501 t.py --deepspeed`",
+        ),
+        ("python -m deepspeed.launcher.launch t.py", "torchrun --nproc-per-node gpu t.py`"),
+        (
+            "accelerate launch --num_machines 2 --num_processes 16 --mixed_precision bf16 -m pkg.t",
+            "`ACCELERATE_MIXED_PRECISION=bf16 unbroken run -- torchrun --nnodes 2 --nproc-per-node 8 -m pkg.t`",
+        ),
+        (
+            "accelerate launch --config_file fsdp.yaml --use_fsdp t.py",
+            "no word for --config_file fsdp.yaml, --use_fsdp",
+        ),
         ("srun torchrun t.py", "must come first"),
         ("mpirun -n 2 python t.py", "must come first"),
         ("numactl -N 0 torchrun t.py", "must come before unbroken"),
