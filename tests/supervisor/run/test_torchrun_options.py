@@ -114,8 +114,8 @@ def test_plain_python_becomes_torchrun() -> None:
             "`ACCELERATE_MIXED_PRECISION=bf16 unbroken run -- torchrun --nnodes 2 --nproc-per-node 8 -m pkg.t`",
         ),
         (
-            "accelerate launch --config_file fsdp.yaml --use_fsdp t.py",
-            "no word for --config_file fsdp.yaml, --use_fsdp",
+            "accelerate launch --config_file fsdp.yaml --use_fsdp t.py --a 1",
+            "no word for --config_file fsdp.yaml, --use_fsdp:",
         ),
         ("srun torchrun t.py", "must come first"),
         ("mpirun -n 2 python t.py", "must come first"),
