@@ -42,16 +42,20 @@ def group() -> None:
     type=click.Path(exists=True, dir_okay=False, resolve_path=True, path_type=Path),
     help="Measure this training script instead of our own (docs/benchmarks.md).",
 )
+@click.option("--fault", type=click.Choice(["xid"]), help="Only this: a GPU falls off the bus, its rank hangs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
-def recovery(repetitions: int, script: Path | None, as_json: bool) -> int:
+def recovery(repetitions: int, script: Path | None, fault: str | None, as_json: bool) -> int:
     """Recovery times beside plain torchrun's, in one run."""
-    if script is None:
+    if fault:
+        found = _in_scratch(lambda folder: recovery_bench.report_xid(folder, repetitions, _say))
+    elif script is None:
         found = _in_scratch(lambda folder: recovery_bench.report(folder, repetitions, _say))
     else:
         found = _in_scratch(lambda folder: recovery_bench.report_script(folder, script, repetitions, _say))
     if found is None:
         return 1
-    print(json.dumps(found)) if as_json else _show_recovery(found)
+    show = _show_xid if fault else _show_recovery
+    print(json.dumps(found)) if as_json else show(found)
     return 0
 
 
@@ -171,6 +175,19 @@ def _show_recovery(found: dict[str, Any]) -> None:
     for fault, times in found["hang"].items():
         hangs.add_row(fault, *(f"{times[name]:.2f}" for name in ("slowest_step", "suspected", "confirmed")))
     console.print(hangs)
+
+
+def _show_xid(found: dict[str, Any]) -> None:
+    table = Table(title=f"an Xid 79 whose rank hangs: seconds from the kernel's line; load {found['load']:.1f}")
+    phases = list(found["xid"][0]["phases"])
+    last = f"to first step, less a slow step (goal {found['goal_s']})"
+    for heading in ("steps of", "slow step", "to incident", "to cordon", *phases, "to first step", last):
+        table.add_column(heading, justify="right")
+    for row in found["xid"]:
+        before = [row[name] for name in ("slow_step", "finding", "verdict")]
+        times = [*before, *(row["phases"].get(name, 0.0) for name in phases), row["new_step"], row["after_slow_step"]]
+        table.add_row(f"{row['step_ms']:.0f} ms", *(f"{one:.2f}" for one in times))
+    Console(width=140).print(table)
 
 
 def _show_checkpoint(found: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from supervisor.controller.journal import read_history
-from supervisor.controller.report import timeline_rows
+from supervisor.controller.report import fold, timeline_rows
 from supervisor.demo.watched_run import WatchedRun, torchrun, unbroken
 from supervisor.errors import RunFailed
 
@@ -205,6 +205,84 @@ def report(folder: Path, repetitions: int, say: Callable[[str], None]) -> dict[s
         say(f"a proven hang of one rank: {fault}")
         hangs[fault] = measure_hang(fault, folder / fault)._asdict()
     return {"schema": 1, "repetitions": repetitions, "load": os.getloadavg()[0], "recovery": rows, "hang": hangs}
+
+
+XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid={pid}, name=python, GPU has fallen off the bus."
+GRACE_S = 1.5
+"""After an Xid 79 whose rank hangs: from one slow step later to the first new step."""
+LOOK_S = 0.002
+
+
+class XidTimes(NamedTuple):
+    """Seconds from the kernel's line about the device of a rank that hangs from then on."""
+
+    slow_step: float
+    """The slowest of the steps just before."""
+    finding: float
+    """Until the controller has it: an incident is open."""
+    verdict: float
+    """Until it is proven that the rank hangs, and the node is cordoned."""
+    new_step: float
+    """Until the first new step, on the spare."""
+    phases: dict[str, float]
+    """What the time from the verdict on went to."""
+
+    @property
+    def after_slow_step(self) -> float:
+        return self.new_step - self.slow_step
+
+
+def measure_xid(folder: Path, step_ms: float) -> XidTimes:
+    """Nodes a and b with a rank each, c as a spare; b's device fails. Raises RunFailed."""
+    script = Script(ranks=1, step_ms=step_ms)
+    folder.mkdir(parents=True)
+    run = WatchedRun(_one_of_three("a", script, folder, "--spares=1"), folder=folder, env=_places(folder))
+    try:
+        run.join(_one_of_three("b", script, folder, "--spares=1"), folder=folder, env=_places(folder))
+        run.join(_one_of_three("c", script, folder, "--spares=1", "--spare"), folder=folder, env=_places(folder))
+        pid = int(run.wait_for(r"rank 1 up, pid (\d+)", timeout_s=LIMIT_S)[1][1])
+        run.wait_for_step(STEPS_BEFORE, timeout_s=LIMIT_S)
+        recent = [line.at for line in run.lines if "step " in line.text][-STEPS_BEFORE // 2 :]
+        order = folder / "rank1.hang"
+        order.touch()
+        while order.exists():  # until the rank hangs
+            time.sleep(LOOK_S)
+        at, unix = time.monotonic(), time.time()
+        (folder / "b.kernel").write_text(XID.format(pid=pid) + "\n")
+        up, _ = run.wait_for(r"rank 1 up", after=at, timeout_s=LIMIT_S)
+        new_step = run.wait_for_step(1, after=up.at, timeout_s=LIMIT_S).at - at
+        finding = _time_of(folder / "job", ("incident_opened",), unix) - unix
+        verdict = _time_of(folder / "job", ("cordoned",), unix) - unix
+        _time_of(folder / "job", ("recovered",), unix)
+        incident = fold(folder / "job").job.view().incidents[-1]
+    finally:
+        run.close(grace_s=20.0)
+    slowest = max(later - earlier for earlier, later in itertools.pairwise(recent))
+    phases = {name: s for name, s in incident.seconds.items() if name not in ("detect", "diagnose")}
+    return XidTimes(slowest, finding, verdict, new_step, phases)
+
+
+def _one_of_three(name: str, script: Script, folder: Path, *options: str) -> list[str]:
+    kernel_log = folder / f"{name}.kernel"
+    kernel_log.touch()
+    places = ("--job-dir", str(folder / "job"), "--kernel-log", str(kernel_log))
+    command = (*torchrun(), "--nnodes=2", *script.command(folder / "out"))
+    return unbroken("run", "--node-name", name, *options, *places, "--", *command)
+
+
+def _places(folder: Path) -> dict[str, str]:
+    return {"UNBROKEN_LOCAL_DIR": str(folder / "l"), "BENCH_FAULTS": str(folder)}
+
+
+def report_xid(folder: Path, repetitions: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """An Xid 79 whose rank hangs, with quick and with slow steps."""
+    rows = []
+    for number in range(1, repetitions + 1):
+        for step_ms in (20.0, 200.0):
+            say(f"{number} of {repetitions}: a GPU falls off the bus, its rank hangs; steps of {step_ms:.0f} ms")
+            times = measure_xid(folder / f"xid-{number}-{step_ms:.0f}", step_ms)
+            rows.append({"step_ms": step_ms, **times._asdict(), "after_slow_step": times.after_slow_step})
+    return {"schema": 1, "repetitions": repetitions, "load": os.getloadavg()[0], "xid": rows, "goal_s": GRACE_S}
 
 
 TRAINED_S = 30.0
