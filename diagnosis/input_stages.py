@@ -21,8 +21,6 @@ WaitsFor = Literal["", "file", "network"]
 MOST_FRAMES: Final = 200
 TEXT_LENGTH: Final = 300
 STAGES_SHOWN: Final = 6
-MUCH: Final = 0.2
-"""A rank that waits longer than this for its data is told about."""
 
 _WORKER = re.compile(r"torch/utils/data/_utils/worker\.py$")
 _FETCHER = re.compile(r"torch/utils/data/(?:_utils/fetch|dataloader)\.py$")

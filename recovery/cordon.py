@@ -68,7 +68,7 @@ def is_drain_of(reason: str, job: str) -> bool:
     return bool(ours) and (ours[0] == f"job={job}" or ours[0].startswith(f"incident={job}/"))
 
 
-class CordonLedger:
+class Cordons:
     """The cordons in force. Mutable; owned by the job. Times are Unix seconds."""
 
     def __init__(self) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from diagnosis.input_waits import MUCH
 from diagnosis.signals import Frozen, RankSample
 
-WAITS_MUCH: Final = 0.2
 LONG_S: Final = 300.0
 """A rank that waits much for its data, and for so long, is looked at by itself, once in an attempt."""
 WAITS_EVERY_S: Final = 10.0
@@ -74,7 +74,7 @@ class LoaderWatch:
         waiting = {
             one.rank: one.clock.input_share
             for one in samples
-            if one.exit is None and one.clock is not None and (one.clock.input_share or 0.0) >= WAITS_MUCH
+            if one.exit is None and one.clock is not None and (one.clock.input_share or 0.0) >= MUCH
         }
         self._since = {rank: self._since.get(rank, now) for rank in waiting}
         long = [rank for rank, since in self._since.items() if now - since >= LONG_S]

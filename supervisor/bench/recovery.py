@@ -251,15 +251,24 @@ def measure_xid(folder: Path, step_ms: float) -> XidTimes:
         (folder / "b.kernel").write_text(XID.format(pid=pid) + "\n")
         up, _ = run.wait_for(r"rank 1 up", after=at, timeout_s=LIMIT_S)
         new_step = run.wait_for_step(1, after=up.at, timeout_s=LIMIT_S).at - at
-        finding = _time_of(folder / "job", ("incident_opened",), unix) - unix
-        verdict = _time_of(folder / "job", ("cordoned",), unix) - unix
-        _time_of(folder / "job", ("recovered",), unix)
-        incident = fold(folder / "job").job.view().incidents[-1]
+        finding = _time_of(folder / "job", ("finding_arrived",), unix) - unix
+        verdict = _time_of(folder / "job", ("hang_confirmed",), unix) - unix
+        phases = _phases(folder / "job")
     finally:
         run.close(grace_s=20.0)
     slowest = max(later - earlier for earlier, later in itertools.pairwise(recent))
-    phases = {name: s for name, s in incident.seconds.items() if name not in ("detect", "diagnose")}
     return XidTimes(slowest, finding, verdict, new_step, phases)
+
+
+def _phases(job_dir: Path) -> dict[str, float]:
+    """Of the newest incident, once it is closed: what its recovery took. Raises RunFailed."""
+    deadline = time.monotonic() + HANG_LIMIT_S
+    while time.monotonic() < deadline:
+        incident = fold(job_dir).job.view().incidents[-1]
+        if incident.closed_at is not None:
+            return {name: took for name, took in incident.seconds.items() if name not in ("detect", "diagnose")}
+        time.sleep(0.1)
+    raise RunFailed(f"the job did not recover within {HANG_LIMIT_S:.0f} s")
 
 
 def _one_of_three(name: str, script: Script, folder: Path, *options: str) -> list[str]:

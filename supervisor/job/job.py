@@ -91,8 +91,9 @@ from supervisor.job.core import (
     Wants,
     cancel,
 )
+from supervisor.job.degraded import Degraded
 from supervisor.job.hangs import Hangs
-from supervisor.job.incidents import Conclude, Degraded, Incidents
+from supervisor.job.incidents import Conclude, Incidents
 from supervisor.job.ledger import ClusterLedger
 from supervisor.job.loss import LossGuard
 from supervisor.job.node_tests import NodeTests

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
-from recovery.cordon import CordonLedger
+from recovery.cordon import Cordons
 from recovery.swaps import SwapSignal
 from supervisor.job.core import Core
 from supervisor.messages import EvidenceRequest, NodeJoined
@@ -57,7 +57,7 @@ class Nodes:
         """Nodes that are present and not done."""
         self._ordinary: set[str] = set()
         """Nodes that are no spares."""
-        self.cordons = CordonLedger()
+        self.cordons = Cordons()
         self._revision = 0
         """Grows with each change of which nodes there are, and which may be used."""
         self._chosen: tuple[object, tuple[str, ...]] = (None, ())

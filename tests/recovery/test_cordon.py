@@ -1,7 +1,7 @@
 import pytest
 
 from diagnosis.taxonomy import FailureClass
-from recovery.cordon import WINDOW_S, Cordon, CordonLedger, breaker_limit, drain_reason, is_drain_of
+from recovery.cordon import WINDOW_S, Cordon, Cordons, breaker_limit, drain_reason, is_drain_of
 
 
 @pytest.mark.parametrize(("nodes", "limit"), [(1, 2), (8, 2), (20, 2), (30, 3), (4000, 400)])
@@ -10,7 +10,7 @@ def test_the_breaker_opens_at_two_nodes_or_a_tenth(nodes: int, limit: int) -> No
 
 
 def test_policy_may_take_so_many_within_the_hour_and_no_more() -> None:
-    ledger = CordonLedger()
+    ledger = Cordons()
     assert ledger.allowed_together(["a", "b", "c"], 8, 0.0) == ("a", "b")
     ledger.add(Cordon(node="a", reason="x", at=0.0))
     ledger.add(Cordon(node="b", reason="x", at=10.0))
@@ -19,7 +19,7 @@ def test_policy_may_take_so_many_within_the_hour_and_no_more() -> None:
 
 
 def test_a_lifted_cordon_still_counts_for_the_breaker() -> None:
-    ledger = CordonLedger()
+    ledger = Cordons()
     for node in ("a", "b"):
         ledger.add(Cordon(node=node, reason="x", at=0.0))
         assert ledger.lift(node)
@@ -28,7 +28,7 @@ def test_a_lifted_cordon_still_counts_for_the_breaker() -> None:
 
 
 def test_operators_win_and_are_not_limited() -> None:
-    ledger = CordonLedger()
+    ledger = Cordons()
     for node in "abc":
         ledger.add(Cordon(node=node, reason="maintenance", by="ann", at=0.0))
     ledger.add(Cordon(node="a", reason="policy", at=1.0, until=2.0))
@@ -37,7 +37,7 @@ def test_operators_win_and_are_not_limited() -> None:
 
 
 def test_a_cordon_ends_by_itself_and_a_gpu_takes_its_node_along() -> None:
-    ledger = CordonLedger()
+    ledger = Cordons()
     ledger.add(Cordon(node="a", gpu="0000:c1:00", reason="xid 63", at=0.0, until=10.0))
     assert ledger.of("a", 9.0) is not None
     assert ledger.of("a", 10.0) is None
@@ -45,7 +45,7 @@ def test_a_cordon_ends_by_itself_and_a_gpu_takes_its_node_along() -> None:
 
 
 def test_an_operator_lets_the_breaker_start_anew() -> None:
-    ledger = CordonLedger()
+    ledger = Cordons()
     for node in ("a", "b"):
         ledger.add(Cordon(node=node, reason="x", at=0.0))
     assert ledger.taken(1.0) == 2
@@ -56,7 +56,7 @@ def test_an_operator_lets_the_breaker_start_anew() -> None:
 
 
 def test_what_an_operator_vouched_for_is_known_since_when() -> None:
-    ledger = CordonLedger()
+    ledger = Cordons()
     ledger.vouch("a", 10.0)
     ledger.vouch("b", 20.0)
     assert ledger.vouched_since(15.0) == ("b",)
