@@ -233,7 +233,7 @@ class XidTimes(NamedTuple):
 
 
 def measure_xid(folder: Path, step_ms: float) -> XidTimes:
-    """Nodes a and b with a rank each, c as a spare; b's device fails. Raises RunFailed."""
+    """Two nodes with a rank each, and a spare; the device of rank 1 fails. Raises RunFailed."""
     script = Script(ranks=1, step_ms=step_ms)
     folder.mkdir(parents=True)
     run = WatchedRun(_one_of_three("a", script, folder, "--spares=1"), folder=folder, env=_places(folder))
@@ -243,12 +243,15 @@ def measure_xid(folder: Path, step_ms: float) -> XidTimes:
         pid = int(run.wait_for(r"rank 1 up, pid (\d+)", timeout_s=LIMIT_S)[1][1])
         run.wait_for_step(STEPS_BEFORE, timeout_s=LIMIT_S)
         recent = [line.at for line in run.lines if "step " in line.text][-STEPS_BEFORE // 2 :]
+        attempt = fold(folder / "job").job.attempt
+        assert attempt is not None
+        kernel_log = folder / f"{attempt.rank_nodes[1]}.kernel"
         order = folder / "rank1.hang"
         order.touch()
         while order.exists():  # until the rank hangs
             time.sleep(LOOK_S)
         at, unix = time.monotonic(), time.time()
-        (folder / "b.kernel").write_text(XID.format(pid=pid) + "\n")
+        kernel_log.write_text(XID.format(pid=pid) + "\n")
         up, _ = run.wait_for(r"rank 1 up", after=at, timeout_s=LIMIT_S)
         new_step = run.wait_for_step(1, after=up.at, timeout_s=LIMIT_S).at - at
         finding = _time_of(folder / "job", ("finding_arrived",), unix) - unix

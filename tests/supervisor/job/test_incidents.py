@@ -20,7 +20,8 @@ from recovery.cordon import Cordon
 from recovery.policy import WINDOW_S
 from supervisor import messages as m
 from supervisor.controller.metrics import job_samples
-from supervisor.job.incidents import DEVICE_LASTS_S, NUMBERS_REPORTED, REVIEW_S, REVIEWS
+from supervisor.job.degraded import DEVICE_LASTS_S, NUMBERS_REPORTED
+from supervisor.job.incidents import REVIEW_S, REVIEWS
 from supervisor.job.job import Job
 
 
