@@ -27,6 +27,7 @@ oldest:  ## imports everything on Python 3.10, where that is installed
 
 bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
 	$(BIN)/unbroken bench recovery
+	$(BIN)/unbroken bench recovery --fault xid
 	-$(BIN)/unbroken bench overhead
 	-$(BIN)/unbroken bench checkpoint
 	-$(BIN)/python -m tests.bench scan

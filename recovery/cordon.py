@@ -149,6 +149,11 @@ class Cordons:
         mine = self._cordons.values()
         return next((one for one in mine if one.node == node and (one.until is None or one.until > now)), None)
 
+    def of_cluster(self, now: float) -> dict[str, Cordon]:
+        """By node: those that only the ledger of all jobs says."""
+        held = (one for one in self._of_cluster if one.until is None or one.until > now)
+        return {one.node: one for one in held if self.of_job(one.node, now) is None}
+
     def is_of_cluster(self, cordon: Cordon) -> bool:
         """The ledger of all jobs says so, and only there it is lifted."""
         return any(one is cordon for one in self._of_cluster)

@@ -10,16 +10,16 @@ from typing import Final, Literal
 
 from diagnosis.signals import Frozen, Outlook
 from diagnosis.taxonomy import FailureClass
+from recovery.cordon import ALWAYS_ALLOWED
 from recovery.policy import Mode
 
 SwapMode = Literal["off", "recommend", "automatic"]
 SwapSignal = Literal["", "SIGUSR1", "SIGUSR2", "SIGTERM"]
 """What scripts take for a request to save."""
-Cause = Literal["device", "straggler", "drained", "maintenance", "operator"]
-"""`device`: a finding about hardware. `drained`, `maintenance`: the scheduler says so."""
+Cause = Literal["device", "straggler", "drained", "maintenance", "operator", "cordoned"]
+"""`device`: a finding about hardware. `drained`, `maintenance`: the scheduler says so. `cordoned`: the ledger of all
+jobs does."""
 
-PER_DAY: Final = 4
-"""Swaps within 24 h that nobody has asked for."""
 DAY_S: Final = 86400.0
 STORM_NODES: Final = 3
 """So many nodes whose devices fail within moments share a cause: none of them is left out for it."""
@@ -47,7 +47,7 @@ class SwapCase(Frozen, frozen=True, kw_only=True):
 
     cause: Cause
     proven: bool = False
-    """Hardware is proven to be bad, and not only warned of."""
+    """Hardware is proven to be bad, and not only warned of; or no job is to use the node."""
     wanted: bool = False
     """An operator has asked for it, or approved it."""
     setting: SwapMode = "automatic"
@@ -58,6 +58,8 @@ class SwapCase(Frozen, frozen=True, kw_only=True):
     storm: bool = False
     within_day: int = 0
     """Swaps of the last 24 h that nobody had asked for."""
+    per_day: int = ALWAYS_ALLOWED
+    """As many as policy may cordon within an hour."""
     holds_checkpoint: bool = False
     """It alone has the newest checkpoint."""
     may_cordon: bool = True
@@ -94,11 +96,11 @@ def decide(case: SwapCase) -> SwapDecision:
         return _recommended(f"mode {case.mode}")
     if case.setting != "automatic":
         return _recommended(f"swap.mode is {case.setting}")
-    if case.cause != "device" or not case.proven:
+    if not case.proven:
         return _recommended("no hardware is proven to be bad")
     if not case.may_cordon:
-        return _recommended("too many nodes were cordoned within the hour")
-    if case.within_day >= PER_DAY:
+        return _recommended("too many nodes are cordoned at once")
+    if case.within_day >= case.per_day:
         return _recommended(f"{case.within_day} swaps were made within 24 h")
     return SwapDecision(state="planned")
 

@@ -717,7 +717,7 @@ class Job:
             yield from self.swaps.finding_arrived(finding, event.node)
 
     def _ledger_seen(self, event: m.LedgerSeen) -> Wants:
-        """Nodes in use stay until the attempt ends, as where an operator cordons them."""
+        """Nodes in use stay until the next checkpoint, or the end of the attempt."""
         out = yield from self.ledger.seen(event)
         attempt = self.attempt
         if self.is_over:
@@ -726,8 +726,10 @@ class Job:
         if used and attempt is not None and attempt.round is None and self.state == "STARTING":
             yield NextAttempt()
             return
+        told = yield from self.swaps.ledger_seen()
         for name in used:
-            yield note("node_in_use", loud=True, node=name)
+            if name not in told:
+                yield note("node_in_use", loud=True, node=name)
         yield from self._refresh_and_proceed()
 
     def _opinion_asked(self, event: m.OpinionAsked) -> None:

@@ -1,9 +1,9 @@
 """Planned swaps: a node that degrades leaves when a checkpoint has just become complete, and a spare takes its place.
 
 Who proposes one: a finding with an outlook (`diagnosis.signals.Outlook`), a device that failed while its rank trains
-on, a straggler, the scheduler, an operator. `recovery.swaps` says what becomes of it; that is asked again at each
-checkpoint, and shown before it happens. If the run restarts for another reason meanwhile, the node leaves with that
-restart.
+on, a straggler, the scheduler, the ledger of all jobs, an operator. `recovery.swaps` says what becomes of it; that is
+asked again at each checkpoint, and shown before it happens. If the run restarts for another reason meanwhile, the node
+leaves with that restart.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import Finding, clean_line
 from diagnosis.taxonomy import FailureClass
 from recovery import swaps
-from recovery.cordon import Cordon
+from recovery.cordon import Cordon, breaker_limit
 from recovery.policy import Plan
 from recovery.swaps import Cause, SwapDecision
 from supervisor import messages as m
@@ -38,6 +38,8 @@ INTERVALS: Final = 4
 REJECTED_KEPT: Final = 256
 PROPOSED_MOST: Final = 16
 """Where more nodes should leave at once (maintenance of a whole cluster), swaps are no answer."""
+MADE_KEPT: Final = 2000
+"""More than a day allows."""
 TELLS: Final = {"planned": "swap_planned", "recommended": "swap_recommended", "blocked": "swap_blocked"}
 """State of a proposal -> the kind of note that tells it."""
 
@@ -101,7 +103,7 @@ class Swaps:
         self.proposed: dict[str, ProposedSwap] = {}
         """By node."""
         self._rejected: dict[tuple[str, Cause, FailureClass], None] = {}
-        self._made_at: deque[float] = deque(maxlen=swaps.PER_DAY)
+        self._made_at: deque[float] = deque(maxlen=MADE_KEPT)
         """Those that nobody had asked for."""
         self._left: dict[str, None] = {}
         """Nodes that left without an operator's word, the newest last."""
@@ -156,15 +158,30 @@ class Swaps:
             setting=core.spec.swap_mode,
             mode=core.mode,
             paused=core.paused,
-            spares=self._spares if spares is None else spares,
+            spares=(self._spares if spares is None else spares) + (swap.node in self._nodes.cordoned()),
             storm=swap.cause == "device" and self._incidents.is_storm(swap.found_at, swap.failure_class),
             within_day=sum(at > now - swaps.DAY_S for at in self._made_at),
+            per_day=breaker_limit(members),
             holds_checkpoint=swap.holds_it_alone,
-            may_cordon=bool(self._nodes.cordons.allowed_together([swap.node], members, now)),
+            may_cordon=self._may_cordon(swap, members),
             left_s=left_s,
             cost_s=self.took_s(),
         )
         return swaps.decide(case)
+
+    def _may_cordon(self, swap: ProposedSwap, members: int) -> bool:
+        """The circuit breaker's word. Of nodes that the ledger cordons all leave with the next attempt, or none."""
+        together = self._cordoned_members() if swap.cause == "cordoned" else [swap.node]
+        return len(self._nodes.cordons.allowed_together(together, members, self._core.now)) == len(together)
+
+    def _cordoned_members(self) -> list[str]:
+        """Of the live attempt; by the ledger of all jobs, and not by this one."""
+        attempt, cordoned = self._live(), self._nodes.cordons.of_cluster(self._core.now)
+        return [name for name in cordoned if attempt is not None and name in attempt.member_set]
+
+    def _takes_spare(self, swap: ProposedSwap) -> bool:
+        """A node that is cordoned already is not used from the next attempt on in any case: its place is counted."""
+        return swap.node not in self._nodes.cordoned()
 
     def view(self, now: float) -> tuple[SwapView, ...]:
         spares = self._spares
@@ -262,6 +279,27 @@ class Swaps:
                 since=self._core.now,
             )
             yield from self._propose(swap)
+
+    def ledger_seen(self) -> WantsAnd[set[str]]:
+        """Members that no job is to use leave at a checkpoint. Which of them have been told about so."""
+        now, members = self._core.now, self._cordoned_members()
+        cordoned = self._nodes.cordons.of_cluster(now)
+        for name in [one.node for one in self.proposed.values() if one.cause == "cordoned" and not one.wanted_by]:
+            if name not in cordoned:
+                yield from self._withdraw(name, "it is no longer cordoned for the cluster")
+        for name in members:
+            cordon = cordoned[name]
+            swap = ProposedSwap(
+                node=name,
+                cause="cordoned",
+                what=f"cordoned for the cluster by {cordon.by or 'another job'}",
+                failure_class=FailureClass.NONE,  # what another has seen is no failure of this job
+                since=now,
+                text=clean_line(cordon.reason, TEXT_LIMIT),
+                proven=True,
+            )
+            yield from self._propose(swap)
+        return {name for name in members if name in self.proposed}
 
     def _job_name(self, scheduler_node: str) -> str:
         return next((node.name for node in self._nodes if node.scheduler_name == scheduler_node), scheduler_node)
@@ -391,7 +429,7 @@ class Swaps:
         for swap in self.proposed.values():
             if self.decision(swap, spares).state == "planned":
                 due.append(swap)
-                spares -= 1
+                spares -= self._takes_spare(swap)
         if due:
             yield from self._make(due)
         else:
@@ -401,6 +439,7 @@ class Swaps:
         """A node reports its checkpoints: is there one that is newer than a proposal?"""
         if not self.proposed or self._core.state != "RUNNING" or self._incidents.active is not None:
             return
+        yield from self.ledger_seen()  # a cordon may have ended by its time
         newest = self._newest()
         due, spares = [], self._spares
         for swap in self.proposed.values():
@@ -409,7 +448,7 @@ class Swaps:
             swap.holds_it_alone = self._holds_alone(swap.node, newest.path)
             if self.decision(swap, spares).state == "planned":
                 due.append(swap)
-                spares -= 1
+                spares -= self._takes_spare(swap)
             else:
                 swap.before = newest  # what is approved, or gets a spare, later waits for the next one
         if due:
@@ -440,7 +479,7 @@ class Swaps:
         plan = Plan(
             kind="restart",
             why=f"planned swap, {when}: without {names}",
-            cordons=tuple(self._cordon(swap) for swap in due),
+            cordons=tuple(self._cordon(swap) for swap in due if self._takes_spare(swap)),
             counts=False,
         )
         want = OpenIncident("swap", f"planned swap of {why}", core.now)
@@ -502,7 +541,7 @@ class Swaps:
                 del self.proposed[swap.node]
                 self._look_as_usual()
             elif self.decision(swap, spares).state == "planned":
-                spares -= 1
+                spares -= self._takes_spare(swap)
                 self._count([swap])
                 cordon = self._cordon(swap)
                 yield note("cordoned", loud=True, node=swap.node, reason=cordon.reason)

@@ -184,7 +184,7 @@ CONTROLLER: Final = (
     Family(
         "unbroken_job_swaps_made_total",
         "counter",
-        "Planned swaps, by what they were for: device, straggler, drained, maintenance, operator.",
+        "Planned swaps, by what they were for: device, straggler, drained, maintenance, cordoned, operator.",
         ("kind",),
     ),
     Family("unbroken_job_cordons_proposed", "gauge", "Cordons in a plan that waits for approval."),

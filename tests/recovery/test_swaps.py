@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recovery.swaps import PER_DAY, SwapCase, decide
+from recovery.swaps import SwapCase, decide
 
 BAD = {"cause": "device", "proven": True, "spares": 1}
 
@@ -19,12 +19,14 @@ BAD = {"cause": "device", "proven": True, "spares": 1}
         ({**BAD, "cause": "straggler", "proven": False}, "recommended"),
         ({**BAD, "cause": "drained", "proven": False}, "recommended"),
         ({**BAD, "cause": "maintenance", "proven": False}, "recommended"),
+        ({**BAD, "cause": "cordoned"}, "planned"),
+        ({**BAD, "cause": "cordoned", "may_cordon": False}, "recommended"),
         ({**BAD, "setting": "recommend"}, "recommended"),
         ({**BAD, "mode": "recommend"}, "recommended"),
         ({**BAD, "mode": "observe"}, "recommended"),
         ({**BAD, "may_cordon": False}, "recommended"),
-        ({**BAD, "within_day": PER_DAY}, "recommended"),
-        ({**BAD, "within_day": PER_DAY - 1}, "planned"),
+        ({**BAD, "within_day": 5, "per_day": 5}, "recommended"),
+        ({**BAD, "within_day": 4, "per_day": 5}, "planned"),
         ({**BAD, "spares": 0}, "blocked"),
         ({**BAD, "paused": True}, "blocked"),
         ({**BAD, "storm": True}, "blocked"),

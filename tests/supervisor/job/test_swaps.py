@@ -13,8 +13,8 @@ from diagnosis.incident import Culprit, HangReport, Verdict
 from diagnosis.signals import Evidence, Finding, NodeEvidence, Outlook
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
+from recovery.cordon import breaker_limit
 from recovery.scheduling import LeavingNode
-from recovery.swaps import PER_DAY
 from supervisor import messages as m
 from supervisor.job.swaps import PROPOSED_MOST
 
@@ -390,7 +390,7 @@ def test_a_rejected_node_stays_and_is_not_proposed_again_for_the_same(story: Any
 
 def test_swaps_are_bounded_for_a_day(story: Any) -> None:
     job = story(nodes="ab", spares="stuvwxyz"[:6])
-    for number in range(PER_DAY):
+    for number in range(breaker_limit(2)):
         job.driver.now += 2000.0
         node = job.members[1]
         job.finds("degrades", node, severity="error")
@@ -492,3 +492,73 @@ def test_another_start_by_the_scheduler_knows_nothing_of_its_nodes(story: Any) -
     job.driver.tell(m.JobRequeued, requeues=1)
     assert job.states == {}
     assert not job.job.nodes.save_awaited
+
+
+# ----- nodes that another job, or a person, cordons for the cluster -----
+
+
+def cordons(job: Story, *nodes: str, **more: Any) -> None:
+    known = tuple(m.LedgerNode(node=name, cordon="memory errors", by="ann", **more) for name in nodes)
+    job.driver.tell(m.LedgerSeen, nodes=known, fleet=100)
+
+
+def test_a_member_that_is_cordoned_for_the_cluster_leaves_at_the_next_checkpoint(story: Any) -> None:
+    """And this job tells the ledger nothing that it has only heard."""
+    job = story(ledger="cordon")
+    cordons(job, "b")
+    assert (job.states, job.members) == ({"b": "planned"}, ("a", "b"))
+    assert {"cluster_cordoned", "swap_planned"} <= set(job.driver.loud)
+    assert "node_in_use" not in job.driver.loud
+    job.save(2)
+    assert (job.members, job.incidents) == (("a", "s"), ["swap"])
+    job.driver.up(3)
+    assert job.job.ledger._unwritten == {}
+    assert job.job.nodes.cordons.of_job("b", job.driver.now) is None
+    assert job.driver.replayed().view() == job.job.view()
+
+
+def test_one_that_is_lifted_or_over_stays(story: Any) -> None:
+    job = story()
+    cordons(job, "b")
+    cordons(job)
+    assert (job.states, "swap_withdrawn" in job.driver.loud) == ({}, True)
+    cordons(job, "b", until=job.driver.now + 60)
+    assert job.states == {"b": "planned"}
+    job.driver.now += 100
+    job.save(2)
+    assert (job.states, job.members) == ({}, ("a", "b"))
+
+
+def test_a_cordon_for_the_cluster_can_be_rejected(story: Any) -> None:
+    """It is not proposed again; the next attempt leaves the node out all the same."""
+    job = story()
+    cordons(job, "b")
+    job.driver.order("reject", "b")
+    cordons(job, "b", points=1.0)
+    job.save(2)
+    assert (job.states, job.members) == ({}, ("a", "b"))
+    job.driver.verdict = Verdict(
+        failure_class=FailureClass.UNKNOWN, culprits=(), confidence=0.5, why="", action="restart"
+    )
+    job.driver.crash("a", 1)
+    assert job.members == ("a", "s")
+
+
+def test_many_cordons_at_once_are_told_and_move_nobody(story: Any) -> None:
+    job = story(nodes="abcdefgh", spares="stuvwxyz")
+    cordons(job, "b", "c", "d")
+    assert set(job.states.values()) == {"recommended"}
+    job.save(2)
+    assert job.members == tuple("abcdefgh")
+    cordons(job, "b", "c")
+    job.save(3)
+    assert set("bc").isdisjoint(job.members)
+
+
+def test_a_cordoned_member_needs_a_spare_and_takes_only_one(story: Any) -> None:
+    job = story(nodes="abc", spares="s")
+    cordons(job, "b", "c")
+    assert set(job.states.values()) == {"blocked"}
+    job.driver.join("t", spare=True)
+    job.save(2)
+    assert sorted(job.members) == ["a", "s", "t"]
