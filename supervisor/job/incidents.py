@@ -18,12 +18,12 @@ import dataclasses
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict
-from diagnosis.signals import Finding, NodeEvidence, rank_names
+from diagnosis.signals import Evidence, Finding, NodeEvidence, rank_names
 from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.checkpoint import ResumeSituation
