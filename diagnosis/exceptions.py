@@ -339,6 +339,13 @@ def trouble(lines: Sequence[str]) -> int | None:
     return next(found, None)
 
 
+def complains(line: str) -> bool:
+    """A reader of a log's end may take this line for a complaint."""
+    text = split_prefix(line[:1000])[1].strip()
+    marks = (_DOUBT, _MARK, _TROUBLE, _UNRESOLVED, _UNREACHED, _EXCEPTION_LINE)
+    return any(mark.search(text) is not None for mark in marks)
+
+
 def about(text: str) -> tuple[FailureClass, ...]:
     """What a line may be about by its words, the most telling first."""
     return tuple(failure_class for failure_class, words in _ABOUT if words.search(text[:1000]))

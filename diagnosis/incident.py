@@ -161,6 +161,36 @@ class Anomaly(Frozen, frozen=True, kw_only=True):
     evidence: tuple[Evidence, ...] = ()
 
 
+class ComparedLine(Frozen, frozen=True, kw_only=True):
+    """One line in which a failed run and good ones differ."""
+
+    text: str
+    source: str = ""
+    line: int | None = None
+    """Of a missing line: where a good run has it, or where it came last."""
+    ranks: tuple[int, ...] = ()
+    """If it concerns some ranks only."""
+    why: str = ""
+
+
+class RunComparison(Frozen, frozen=True, kw_only=True):
+    """A failed run beside good ones. It is shown, and is never a reading of its own."""
+
+    beside: tuple[str, ...]
+    """The names of the good runs."""
+    new: tuple[ComparedLine, ...] = ()
+    """Lines that no good run has; what stands right before the failure first."""
+    new_left_out: int = 0
+    at_end: Evidence | None = None
+    """A new line right before the end of a log, after its last step: a doubt where nothing else is known."""
+    missing: tuple[ComparedLine, ...] = ()
+    slower: tuple[str, ...] = ()
+    odd: tuple[ComparedLine, ...] = ()
+    """What few ranks say or do not say."""
+    known: tuple[str, ...] = ()
+    """Complaints that good runs have as well: no verdict rests on them."""
+
+
 class LogEvidence(Frozen, frozen=True, kw_only=True):
     """Everything that was given: logs, dumps, stacks, and what follows from their curves and timings."""
 
@@ -169,6 +199,7 @@ class LogEvidence(Frozen, frozen=True, kw_only=True):
     stacks: tuple[RankStack, ...] = ()
     slow: tuple[Slowdown, ...] = ()
     anomalies: tuple[Anomaly, ...] = ()
+    compared: RunComparison | None = None
 
 
 class Culprit(Frozen, frozen=True, kw_only=True):

@@ -131,12 +131,14 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
     apart = not finished and bool(steps) and max(steps) - min(steps) > MAX_APART
     doubts = () if finished else (_doubt(log) for log in read)
     doubt = next((said for said in doubts if said is not None), None)
-    well = not apart and doubt is None
+    new = evidence.compared.at_end if evidence.compared is not None and not finished and goes_on else None
+    well = not apart and doubt is None and new is None
     quiet = has_stacks(evidence) or all(log.kind in ("kernel", "scheduler") for log in read) or _are_all_well(read)
     end = (
         "finished" if finished else "goes_on" if goes_on and well else "quiet" if quiet and well else "no_sign"
     )  # a log that was cut off shows no end; a log without a step may be anything
     how = f", but some ranks are at step {min(steps)} and others at {max(steps)}" if apart else _ENDS[end]
+    how = f", but no good run has this line before its end: {new.text[:180]}" if new is not None else how
     how = f", but a line sounds of trouble: {doubt.text[:180]}" if doubt is not None else how
     instead = {} if finished else dict(weights.instead["goes_on" if end == "goes_on" else "no_sign"])
     curves: list[Slowdown | Anomaly] = [*evidence.slow, *evidence.anomalies]
@@ -147,7 +149,7 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
         failure_class=FailureClass.UNKNOWN if end == "no_sign" else FailureClass.NONE,
         confidence=weights.confidence[end],
         why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
-        evidence=() if doubt is None else (doubt,),
+        evidence=tuple(dict.fromkeys(filter(None, (doubt, new)))),
         action="none",
         instead=instead,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,25 +17,43 @@ import msgspec
 from diagnosis import flight, stacks
 from diagnosis.flight import timings
 from diagnosis.flight.dumps import RankDump
-from diagnosis.incident import Anomaly, FlightReport, Incident, LogEvidence, LogSummary, Slowdown, Verdict, of_logs
+from diagnosis.incident import (
+    Anomaly,
+    ComparedLine,
+    FlightReport,
+    Incident,
+    LogEvidence,
+    LogSummary,
+    RunComparison,
+    Slowdown,
+    Verdict,
+    of_logs,
+)
+from diagnosis.logs import compare, digest, reader
 from diagnosis.logs import curves as logs_curves
-from diagnosis.logs import digest, reader
-from diagnosis.logs.digest import TemplateBook
+from diagnosis.logs.compare import GoodRun
 from diagnosis.logs.reader import LogReader
 from diagnosis.signals import Evidence, RankStack
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.text import redact
 from diagnosis.verdict.triage import conclude
 from supervisor import config
 from supervisor.cli.output import print_answer, warn
-from supervisor.cli.render import diagnosis
+from supervisor.cli.render import diagnosis, rank_list
 from supervisor.config import read_toml
 from supervisor.diagnose import log_files
-from supervisor.diagnose.read import Reading, ReadOptions, read_all, settings
+from supervisor.diagnose.read import Reading, ReadOptions, joined_book, read_all, settings
 from supervisor.errors import ExitCode, UnbrokenError
 
 SHOWN_PROBLEMS: Final = 20
 ODD_STEPS: Final = 20
+FAILED: Final = 0.6
+SURELY_FAILED: Final = 0.9
+"""A run that is said to be good and gets a verdict this sure is good only up to its last step: the first number counts
+where it made steps, so that something is left of it."""
+COMPARED_RUNS: Final = 3
+COMPARED_BYTES: Final = 64 << 20
+"""Earlier attempts are read as long as they are no larger than this together, or than what is diagnosed."""
 SUCCEEDED: Final = 0.97
 """The confidence of `none` if the job's own journal says that the job succeeded."""
 
@@ -109,10 +128,12 @@ def _analysed(
 # ----- the answer -----
 
 
-def answer(readings: Sequence[Reading]) -> dict[str, Any]:
-    """The object that is printed (docs/protocol.md)."""
+def answer(readings: Sequence[Reading], good: Sequence[GoodRun] = ()) -> dict[str, Any]:
+    """The object that is printed (docs/protocol.md). `good`: what to compare with."""
     incident, problems = incident_of(readings)
-    verdict, evidence = conclude(incident), incident.logs or LogEvidence()
+    evidence = incident.logs or LogEvidence()
+    judged = _compared(evidence, readings, good)
+    verdict = conclude(msgspec.structs.replace(incident, logs=judged))
     return {
         "schema": 1,
         "verdict": _verdict(verdict),
@@ -137,7 +158,60 @@ def answer(readings: Sequence[Reading]) -> dict[str, Any]:
         "files": len(readings),
         "lines": sum(log.lines for log in evidence.logs),
         "problems": problems[:SHOWN_PROBLEMS],
+        **({"compared": _comparison(judged.compared)} if judged.compared is not None else {}),
     }
+
+
+def _compared(evidence: LogEvidence, readings: Sequence[Reading], good: Sequence[GoodRun]) -> LogEvidence:
+    """The evidence beside good runs, without what they complain of as well."""
+    templates = joined_book(readings).templates()
+    if not good or not templates:
+        return evidence
+    found, logs = compare.compare(evidence.logs, templates, good)
+    return msgspec.structs.replace(evidence, logs=tuple(logs), compared=found)
+
+
+def _comparison(found: RunComparison) -> dict[str, Any]:
+    return {
+        "beside": list(found.beside),
+        "new": list(map(_line_of_run, found.new)),
+        "new_left_out": found.new_left_out,
+        "missing": list(map(_line_of_run, found.missing)),
+        "slower": list(found.slower),
+        "odd_ranks": list(map(_line_of_run, found.odd)),
+        "known": [redact(one) for one in found.known],
+    }
+
+
+def beside_good_runs(value: dict[str, Any]) -> list[str]:
+    """How a failed run differs from good ones, in words; what is shown as evidence is left out."""
+    found, shown = value.get("compared"), {one["text"].strip() for one in value["evidence"]}
+    if found is None:
+        return []
+
+    def rows(what: str, lines: Sequence[dict[str, Any]]) -> list[str]:
+        return [f"{what}: {_in_words(one)}" for one in lines if one["text"].strip() not in shown]
+
+    return [
+        f"({', '.join(found['beside'])})",
+        *rows("new", found["new"]),
+        *rows("missing", found["missing"]),
+        *(f"slower: {one}" for one in found["slower"]),
+        *rows("odd", found["odd_ranks"]),
+        *(f"no cause, as good runs say it too: {one}" for one in found["known"]),
+    ]
+
+
+def _in_words(one: dict[str, Any]) -> str:
+    """`train.log:118 (rank 3, 2 lines): text`."""
+    line = f":{one['line']}" if one["line"] else ""
+    about = ", ".join(filter(None, (rank_list(one["ranks"]) if one["ranks"] else "", one["why"])))
+    return f"{one['source']}{line}{f' ({about})' if about else ''}: {one['text'].strip()}"
+
+
+def _line_of_run(one: ComparedLine) -> dict[str, Any]:
+    told = {"source": one.source, "line": one.line, "ranks": list(one.ranks), "why": one.why}
+    return told | {"text": redact(one.text)}
 
 
 def _verdict(verdict: Verdict) -> dict[str, Any]:
@@ -261,7 +335,7 @@ def _site(job_dir: Path | None) -> dict[str, Any]:
     return {**site_file.tables, "rule": rows}
 
 
-def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) -> list[Reading]:
+def _read_paths(paths: Sequence[str], quiet: bool, templates: bool) -> list[Reading]:
     found = log_files.find(paths)
     if not found.sources:
         raise UnbrokenError(
@@ -269,28 +343,28 @@ def _read_paths(paths: Sequence[str], quiet: bool, book: TemplateBook | None) ->
         )
     if found.left_out:
         warn(f"there are more than {log_files.MAX_FILES} files: {found.left_out} of them are not read")
-    readings = _readings(found.sources, paths, quiet, book)
+    readings = _readings(found.sources, paths, quiet, templates)
     for source, reading in zip(found.sources, readings, strict=True):
         if reading.unreadable and source.path in paths:
             raise UnbrokenError(reading.problem, ExitCode.NOT_FOUND)
     return readings
 
 
-def _readings(
-    found: Sequence[log_files.Source], paths: Sequence[str], quiet: bool, book: TemplateBook | None
-) -> list[Reading]:
+def _readings(found: Sequence[log_files.Source], paths: Sequence[str], quiet: bool, templates: bool) -> list[Reading]:
     """The readings of the files, in order."""
     places = reader.places([one.path for one in found])
     job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
-    how: ReadOptions = settings(found, _site(job_dir))
+    how: ReadOptions = settings(found, _site(job_dir), templates=templates)
     with _progress(sum(one.size for one in found), quiet) as note:
-        return list(read_all(found, [places[one.path] for one in found], how, note, book))
+        return list(read_all(found, [places[one.path] for one in found], how, note))
 
 
-def main(paths: Sequence[str], as_json: bool) -> None:
+def main(paths: Sequence[str], as_json: bool, good: Sequence[str] = ()) -> None:
     """The command. Raises UnbrokenError when a path that was named cannot be read."""
-    found = answer(_read_or_end(paths, as_json))
-    print_answer(_succeeded(paths, found) or found, as_json, diagnosis)
+    earlier = [] if good else _earlier(paths)
+    readings = _read_or_end(paths, as_json, bool(good or earlier))
+    found = answer(readings, _good_runs(good, earlier, paths, as_json))
+    print_answer(_succeeded(paths, found) or found, as_json, lambda value: diagnosis(value, beside_good_runs(value)))
 
 
 def _succeeded(paths: Sequence[str], found: dict[str, Any]) -> dict[str, Any] | None:
@@ -315,39 +389,71 @@ def _succeeded(paths: Sequence[str], found: dict[str, Any]) -> dict[str, Any] | 
     return found | {"verdict": _verdict(none), "alternatives": [], "symptoms": [], "evidence": evidence}
 
 
-def main_digest(paths: Sequence[str], limit_bytes: int, healthy: Sequence[str]) -> None:
-    """The command with `--digest`; `healthy`: logs of an attempt that went well."""
-    book = TemplateBook()
-    incident, _ = incident_of(_read_or_end(paths, False, book))
-    good = _good_run(paths, healthy)
-    click.echo(
-        digest.render(digest.build(incident.logs or LogEvidence(), conclude(incident), book, good), limit_bytes),
-        nl=False,
-    )
+def main_digest(paths: Sequence[str], limit_bytes: int, good: Sequence[str]) -> None:
+    """The command with `--digest`; `good`: logs of runs that went well."""
+    readings = _read_or_end(paths, False, True)
+    incident, _ = incident_of(readings)
+    runs = _good_runs(good, [] if good else _earlier(paths), paths, False)
+    built = digest.build(incident.logs or LogEvidence(), conclude(incident), joined_book(readings), runs)
+    click.echo(digest.render(built, limit_bytes), nl=False)
 
 
-def _good_run(paths: Sequence[str], healthy: Sequence[str]) -> digest.GoodRun | None:
-    """The logs to compare with: those that were named, else the newest earlier attempt in the same folder that trained.
+def _earlier(paths: Sequence[str]) -> list[tuple[int, list[log_files.Source]]]:
+    """The newest earlier attempts in the folders that are diagnosed, as many as are read in about the same time."""
+    found = log_files.earlier_attempts(paths)
+    room = max(COMPARED_BYTES, sum(one.size for one in log_files.find(paths).sources)) if found else 0
+    kept = []
+    for number, sources in found[:COMPARED_RUNS]:
+        room -= sum(one.size for one in sources)
+        if room < 0:
+            break
+        kept.append((number, sources))
+    return kept
+
+
+def _good_runs(
+    good: Sequence[str], earlier: Sequence[tuple[int, list[log_files.Source]]], paths: Sequence[str], quiet: bool
+) -> list[GoodRun]:
+    """The runs to compare with: those that were named, each path one of them; else earlier attempts that made steps.
 
     An earlier attempt went well until its last step: lines that appear only after that do not count.
     """
-    book = TemplateBook()
-    if healthy:
-        _read_or_end(healthy, False, book)
-        return digest.GoodRun(templates=frozenset(one.text for one in book.templates()))
-    for number, found in log_files.earlier_attempts(paths):
-        book = TemplateBook()
-        logs = [log for one in _readings(found, paths, True, book) for log in one.logs]
-        until = {log.source: log.progress_line for log in logs if log.progress_line is not None}
-        if until:
-            templates = frozenset(one.text for one in book.templates() if one.first_line <= until.get(one.source, 0))
-            return digest.GoodRun(templates=templates, name=f"attempt {number}")
-    return None
+    runs = []
+    for path in _newest(good):
+        readings = _read_or_end([path], quiet, True)
+        verdict = conclude(incident_of(readings)[0])
+        logs = [log for one in readings for log in one.logs]
+        limit = FAILED if any(log.progress_line is not None for log in logs) else SURELY_FAILED
+        failed = TAXONOMY[verdict.failure_class].kind == "cause" and verdict.confidence >= limit
+        if failed:
+            warn(
+                f"{path} is said to be good, and tells of {verdict.failure_class.value} itself: what it says after its "
+                "last step is not taken for good"
+            )
+        runs.append(_good_run(path, logs, readings, failed))
+    for number, found in earlier:
+        readings = _readings(found, paths, True, True)
+        logs = [log for one in readings for log in one.logs]
+        if any(log.progress_line is not None for log in logs):
+            runs.append(_good_run(f"attempt {number}", logs, readings, True))
+    return runs
 
 
-def _read_or_end(paths: Sequence[str], quiet: bool, book: TemplateBook | None = None) -> list[Reading]:
+def _good_run(name: str, logs: Sequence[LogSummary], readings: Sequence[Reading], failed: bool) -> GoodRun:
+    return compare.good_run(name, logs, joined_book(readings).templates(), until_progress=failed)
+
+
+def _newest(good: Sequence[str]) -> Sequence[str]:
+    """The newest of the runs that were named. A path that cannot be read is told when it is read."""
+    if len(good) <= COMPARED_RUNS:
+        return good
+    warn(f"of {len(good)} good runs the newest {COMPARED_RUNS} are compared with")
+    return sorted(good, key=lambda path: os.path.getmtime(path) if os.path.exists(path) else 0.0)[-COMPARED_RUNS:]
+
+
+def _read_or_end(paths: Sequence[str], quiet: bool, templates: bool) -> list[Reading]:
     try:
-        return _read_paths(paths, quiet, book)
+        return _read_paths(paths, quiet, templates)
     except OSError as error:
         name = log_files.Source(str(error.filename or ", ".join(paths))).name
         raise UnbrokenError(f"{name}: {error.strerror or error}", ExitCode.NOT_FOUND) from None

@@ -252,7 +252,28 @@ def print_config(as_json: bool) -> None:
     print_answer({"schema": 1, "settings": rows}, as_json, render.settings)
 
 
-@main.command()
+class DiagnoseCommand(click.Command):
+    """All words after `--good` are its values, up to the next option: a shell makes many words of `good/*.log`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        found: list[str] = []
+        name, values = "", 0
+        for word in [*args, "--"]:
+            is_option = word.startswith("-") and word != "-"
+            if is_option and name and not values:
+                raise click.UsageError(f"{name} needs a path", ctx)
+            if word in ("--good", "--healthy"):
+                name, values = word, 0
+            elif is_option or not name:
+                name = ""
+                found.append(word)
+            else:
+                values += 1
+                found += [name, word]
+        return super().parse_args(ctx, found[:-1])
+
+
+@main.command(cls=DiagnoseCommand)
 @click.argument("paths", nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
 @click.option("--digest", is_flag=True, help="Print a summary, the most important lines first, and no verdict.")
@@ -260,9 +281,13 @@ def print_config(as_json: bool) -> None:
     "--bytes", "limit", type=click.IntRange(200, 10_000_000), default=16_384, help="Size limit of the digest."
 )
 @click.option(
-    "--healthy", multiple=True, help="Logs of a run that went well. Lines that are not in them are shown first."
+    "--good",
+    "--healthy",
+    multiple=True,
+    metavar="PATH...",
+    help="Runs that went well, to compare with: a log or a folder each. All words up to the next option.",
 )
-def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, healthy: tuple[str, ...]) -> None:
+def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, good: tuple[str, ...]) -> None:
     """Say what went wrong, from logs and dumps.
 
     PATHS: files, folders, or - for standard input.
@@ -272,12 +297,10 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, he
     """
     from supervisor.cli import diagnose as logs
 
-    if healthy and not digest:
-        raise click.UsageError("--healthy goes with --digest")
     if digest:
-        logs.main_digest(paths, limit, healthy)
+        logs.main_digest(paths, limit, good)
     else:
-        logs.main(paths, as_json)
+        logs.main(paths, as_json, good)
 
 
 @main.command()

@@ -720,8 +720,8 @@ _ACTIONS: Final = {
 }
 
 
-def diagnosis(value: dict[str, Any]) -> None:
-    """The object of `diagnose --json`, in words."""
+def diagnosis(value: dict[str, Any], beside: Iterable[str] = ()) -> None:
+    """The object of `diagnose --json`, in words. `beside`: how it differs from good runs."""
     verdict = value["verdict"]
     headline = f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}"
     fields: list[tuple[str, str]] = []
@@ -747,6 +747,7 @@ def diagnosis(value: dict[str, Any]) -> None:
         *_lines("where ranks are", (f"{rank_list(one['ranks'])}: {one['place']}" for one in value["stacks"] or ())),
         *_lines("slow", (one["why"] for one in value["slowness"] or ())),
         *_lines("numbers", (one["why"] for one in value["numerics"] or ())),
+        *_lines("beside good runs", beside),
         *_lines("not read", value["problems"]),
         Text(f"({lines} line{'s' * (lines != 1)} of {files} file{'s' * (files != 1)})"),
     )

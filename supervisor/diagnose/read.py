@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -21,8 +21,8 @@ from diagnosis.incident import LauncherFailure, LoggedTraceback, LogSummary
 from diagnosis.kernel import log as kernel_rules
 from diagnosis.kernel.xid import default_tables
 from diagnosis.logs import scan
-from diagnosis.logs.digest import TemplateBook
 from diagnosis.logs.reader import IN_FULL, LogReader, Place
+from diagnosis.logs.templates import MAX_SHAPES, TemplateBook
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Finding, NodeEvidence, RankStack, clean_text, from_wait_status
 from supervisor.diagnose import log_files
@@ -44,6 +44,9 @@ HEAP_BYTES: Final = 8 << 20
 """glibc keeps at least this much freed memory for the next block, instead of giving it back for each."""
 FULL_LINES: Final = 60_000
 """This many lines are read in full at the ends of all files together."""
+ALL_SHAPES: Final = 400_000
+LEAST_SHAPES: Final = 500
+"""Shapes of lines that are kept of all files together, and at least of each."""
 
 
 class ReadOptions(NamedTuple):
@@ -55,6 +58,8 @@ class ReadOptions(NamedTuple):
     """The compiled scan; empty: shapes are looked up."""
     in_full: int = IN_FULL
     """All numbers are read in this many lines at the end of each file."""
+    shapes: int = 0
+    """So many shapes of the lines of each file are counted."""
 
 
 class Reading(NamedTuple):
@@ -63,15 +68,26 @@ class Reading(NamedTuple):
     logs: tuple[LogSummary, ...] = ()
     dumps: tuple[RankDump, ...] = ()
     stacks: tuple[RankStack, ...] = ()
+    book: TemplateBook | None = None
+    """Its lines, counted."""
     problem: str = ""
     unreadable: bool = False
     """The file cannot be opened or read at all; `problem` says why."""
 
 
+def joined_book(readings: Iterable[Reading]) -> TemplateBook:
+    """The lines of all these files."""
+    book = TemplateBook()
+    for one in readings:
+        if one.book is not None:
+            book.join(one.book)
+    return book
+
+
 class Reader:
     """Reads files, one after another."""
 
-    def __init__(self, settings: ReadOptions, book: TemplateBook | None = None) -> None:
+    def __init__(self, settings: ReadOptions) -> None:
         _ = bytes(HEAP_BYTES)  # never touched; once it is gone, glibc keeps twice as much before it gives any back
         rules.use(settings.site.get("rule") or ())
         self._tables = default_tables().with_site(settings.site)
@@ -80,7 +96,7 @@ class Reader:
         if settings.compiled:
             self._scan = scan.at_once(scan.patterns(kernel=self._messages), settings.compiled)
         self._in_full = settings.in_full
-        self._book = book
+        self._shapes = settings.shapes
 
     def read(self, source: log_files.Source, place: Place, note: Callable[[int], None] | None = None) -> Reading:
         """Everything that a file contains; `note` is called with the bytes that were read. Never raises."""
@@ -122,15 +138,18 @@ class Reader:
     def _text(
         self, blocks: Iterator[bytes], source: log_files.Source, place: Place, note: Callable[[int], None] | None
     ) -> Reading:
-        log = self.log(source, place)
+        log, book = self.log(source, place), self._new_book()
         for block in blocks:
-            if self._book is not None:
-                self._book.feed(source.name, block, log.lines + 1, place.rank)
+            if book is not None:
+                book.feed(source.name, block, log.lines + 1, place.rank)
             log.feed(block)
             if note is not None:
                 note(len(block) + 1)
         log.end()
-        return Reading(logs=(log.summary(),))
+        return Reading(logs=(log.summary(),), book=book)
+
+    def _new_book(self) -> TemplateBook | None:
+        return TemplateBook(self._shapes) if self._shapes else None
 
     def _structured(self, kind: log_files.Content, data: bytes, source: log_files.Source, place: Place) -> Reading:
         if kind == "flight":
@@ -145,14 +164,14 @@ class Reader:
 
     def _evidence(self, evidence: NodeEvidence, source: log_files.Source) -> Reading:
         """The evidence that an agent collected."""
-        logs = []
+        logs, book = [], self._new_book()
         for output in evidence.outputs:
             shown = source._replace(path=f"{source.path}#rank{output.rank}")
             log = self.log(shown, Place(output.rank, evidence.node))
             own = [line for line in output.traceback if line not in output.tail]
             text = "\n".join([*own, *output.tail]).encode(errors="replace")
-            if self._book is not None:
-                self._book.feed(shown.name, text, 1, output.rank)
+            if book is not None:
+                book.feed(shown.name, text, 1, output.rank)
             log.feed(text)
             log.end()
             logs.append(log.summary())
@@ -183,7 +202,7 @@ class Reader:
         matches = tuple(_match(one) for one in evidence.findings if one.rank is None or one.evidence.source != "output")
         if matches:
             logs.append(LogSummary(source=source.name, node=evidence.node, kind="kernel", matches=matches))
-        return Reading(logs=tuple(logs), stacks=evidence.stacks)
+        return Reading(logs=tuple(logs), stacks=evidence.stacks, book=book)
 
     def _journal(self, data: bytes, source: log_files.Source) -> Reading:
         """A job's journal alone: the evidence that agents sent of the last attempt that failed."""
@@ -198,6 +217,7 @@ class Reader:
         return Reading(
             logs=tuple(log for one in readings for log in one.logs),
             stacks=tuple(stack for one in readings for stack in one.stacks),
+            book=joined_book(readings),
         )
 
 
@@ -283,13 +303,14 @@ def _match(finding: Finding) -> RuleMatch:
 # ----- several files -----
 
 
-def settings(sources: Sequence[log_files.Source], site: dict[str, Any]) -> ReadOptions:
-    """The fastest way to read these files."""
+def settings(sources: Sequence[log_files.Source], site: dict[str, Any], *, templates: bool = False) -> ReadOptions:
+    """The fastest way to read these files; with `templates` their lines are counted as well."""
     total = sum(source.size for source in sources)
     messages = kernel_rules.default().with_site(site.get("kernel") or {})
     compiled = scan.at_once(scan.patterns(kernel=messages)) if total >= AT_ONCE_BYTES else None
     in_full = min(IN_FULL, max(60, FULL_LINES // max(len(sources), 1)))
-    return ReadOptions(site, compiled.dump() if compiled is not None else b"", in_full)
+    shapes = min(MAX_SHAPES, max(LEAST_SHAPES, ALL_SHAPES // max(len(sources), 1))) if templates else 0
+    return ReadOptions(site, compiled.dump() if compiled is not None else b"", in_full, shapes)
 
 
 _reader: Reader | None = None
@@ -315,15 +336,14 @@ def read_all(
     places: Sequence[Place],
     how: ReadOptions,
     note: Callable[[int], None],
-    book: TemplateBook | None = None,
 ) -> Iterator[Reading]:
     """All files, in order. `note` is called with bytes that were read."""
     total = sum(source.size for source in sources)
     workers = min(len(os.sched_getaffinity(0)), len(sources))
-    if book is None and workers > 1 and total >= POOL_BYTES:
+    if workers > 1 and total >= POOL_BYTES:
         yield from _in_processes(sources, places, how, note, workers)
         return
-    reader = Reader(how, book)
+    reader = Reader(how)
     for source, place in zip(sources, places, strict=True):
         yield reader.read(source, place, note)
 

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from diagnosis.incident import Culprit, LogEvidence, LoggedTraceback, LogSummary, Verdict
-from diagnosis.logs import digest
-from diagnosis.logs.digest import Template, TemplateBook
+from diagnosis.logs import digest, templates
+from diagnosis.logs.compare import good_run
+from diagnosis.logs.templates import Template, TemplateBook
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, Frame
 from diagnosis.taxonomy import FailureClass
@@ -103,9 +104,8 @@ def test_what_the_healthy_attempt_did_not_say_is_new() -> None:
     healthy.feed("log", b"step 1 loss 2\nwarning: slow disk 3", 1)
     failed.feed("log", b"step 1 loss 2\nwarning: slow disk 4\nlink 7 retrained", 1)
 
-    found = digest.build(
-        LogEvidence(), VERDICT, failed, digest.GoodRun(templates=frozenset(one.text for one in healthy.templates()))
-    )
+    good = good_run("good", (), healthy.templates(), until_progress=False)
+    found = digest.build(LogEvidence(), VERDICT, failed, [good])
 
     (new,) = (section for section in found.sections if section.title.startswith("new since"))
     assert new.lines == ("log:3 link 7 retrained",)
@@ -195,11 +195,11 @@ def test_a_log_whose_every_line_is_new_takes_bounded_memory() -> None:
 
     assert len(found) <= 101
     assert sum(one.count for one in found) == 2500
-    assert any(one.text == digest.OTHERS for one in found)
+    assert any(one.text == templates.OTHERS.decode() for one in found)
 
 
 def test_any_bytes_are_taken() -> None:
     book = TemplateBook()
     book.feed("log", b"\xff\xfe\x00\x1b[31m\n" + b"z" * 1_000_000 + b"\n\r\n", 1)
 
-    assert all(len(one.text) <= digest.MAX_BYTES for one in book.templates())
+    assert all(len(one.text) <= templates.MAX_BYTES for one in book.templates())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -178,11 +179,70 @@ def test_a_digest_beside_a_healthy_attempt(run, tmp_path, traceback):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank3.log").write_text(HEALTHY + more)
     text = run(tmp_path / "ill", "--digest", "--healthy", str(tmp_path / "well"))
-    new = text.partition("== new since the healthy attempt\n")[2].partition("\n==")[0]
+    new = text.partition(f"== new since {tmp_path / 'well'}\n")[2].partition("\n==")[0]
     assert "link 7 retrained" in new
     assert "grad_norm" not in new
-    result = CliRunner().invoke(main, ["diagnose", str(tmp_path), "--healthy", str(tmp_path)])
-    assert (result.exit_code, "--healthy goes with --digest" in result.stderr) == (2, True)
+
+
+# ----- `unbroken diagnose --good` -----
+
+NOISE = "NCCL WARN NET/IB : Got completion from peer 10.0.0.3<4242> with status=12 opcode=0 len=0 vendor err 129\n"
+SETUP = "".join(f"layer {number} is built\n" for number in range(2))
+
+
+@pytest.fixture
+def failed(tmp_path):
+    """A log that ends early, and three good ones with the same warning at the start."""
+    for name, lines in (("a", 2000), ("b", 1900), ("c", 1800)):
+        text = SETUP + NOISE + SETUP + "".join(HEALTHY.splitlines(keepends=True)[:lines]) + "all work is done\n"
+        (tmp_path / f"good-{name}.log").write_text(text)
+    path = tmp_path / "failed.log"
+    path.write_text(SETUP + NOISE + 3 * SETUP + "shard 17 came late\n")
+    return path
+
+
+def test_all_words_after_good_are_good_runs(answer, failed):
+    good = sorted(failed.parent.glob("good-*.log"))
+    value = answer(failed, "--good", *good)
+    assert value["files"] == 1
+    assert value["compared"]["beside"] == list(map(str, good))
+    assert [one["text"] for one in value["compared"]["new"]] == ["shard 17 came late"]
+    assert value["verdict"]["failure_class"] != answer(failed)["verdict"]["failure_class"] == "nccl_network"
+
+
+@pytest.mark.parametrize("last", [(), ("--json",)])
+def test_good_needs_a_path(failed, last):
+    result = CliRunner().invoke(main, ["diagnose", str(failed), "--good", *last])
+    assert (result.exit_code, "--good needs a path" in result.stderr) == (2, True)
+
+
+def test_of_many_good_runs_the_newest_are_compared_with(answer, failed):
+    good = sorted(failed.parent.glob("good-*.log"))
+    for age, path in enumerate(reversed(good)):
+        os.utime(path, (1000.0 - age, 1000.0 - age))
+    old = failed.parent / "old.log"
+    old.write_text("shard 17 came late\n")
+    os.utime(old, (1.0, 1.0))
+    value = answer(failed, "--good", old, *good)
+    assert value["compared"]["beside"] == list(map(str, good))
+
+
+def test_a_good_run_that_failed_is_good_up_to_its_last_step(failed, traceback):
+    for path in (failed, failed.parent / "good-a.log"):
+        path.write_text(HEALTHY + traceback())
+    result = CliRunner().invoke(main, ["diagnose", str(failed), "--json", "--good", str(failed.parent / "good-a.log")])
+    assert json.loads(result.stdout)["verdict"]["failure_class"] == "script_error"
+    assert "good-a.log" in result.stderr
+
+
+def test_a_job_folder_is_compared_with_its_earlier_attempts(answer, tmp_path):
+    for number, end in ((1, "ValueError: port\n"), (2, ""), (3, "shard 17 came late\n")):
+        folder = tmp_path / "attempts" / str(number)
+        folder.mkdir(parents=True)
+        (folder / "rank0.out").write_text(SETUP + NOISE + HEALTHY + end)
+    value = answer(tmp_path)
+    assert value["compared"]["beside"] == ["attempt 2", "attempt 1"]
+    assert [one["text"] for one in value["compared"]["new"]] == ["shard 17 came late"]
 
 
 # ----- `unbroken diagnose` of flight recorder dumps -----
