@@ -91,7 +91,7 @@ def advise(
         answer = {"schema": 1, "job": None, "measured": None, "lacks": [], "enough": True, "matters": False}
         figures = _given(plan)
     else:
-        answer = JobHandle(job_name or job_dir, address, token_file, slurm_job).read("/v1/advice", _from_journal)
+        answer = JobHandle(job_name or job_dir, address, token_file, slurm_job).read("/v1/advice", advice_from_journal)
         figures = msgspec.convert(answer["figures"], Figures | None)
     if figures is not None:
         figures = msgspec.structs.replace(figures, repair_s=repair * HOUR_S, spare_share=waiting / 100.0)
@@ -121,7 +121,7 @@ def _given(plan: dict[str, Any]) -> Figures:
     )
 
 
-def _from_journal(where: Path) -> dict[str, Any]:
+def advice_from_journal(where: Path) -> dict[str, Any]:
     from supervisor.controller.report import advice_answer, fold, job_advice
 
     folded = fold(where)

@@ -24,6 +24,7 @@ from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
 from supervisor.cli.jobs import jobs, logs, page
 from supervisor.cli.nodes import nodes
 from supervisor.cli.output import print_answer, warn
+from supervisor.cli.report import report
 from supervisor.cli.trace import trace
 from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
 
@@ -53,7 +54,7 @@ HELP = {
         *("cordon", "uncordon"),
     ),
     "Look after nodes": ("check", "qualify", "nodes", "drain-requests"),
-    "Understand and plan": ("diagnose", "advise", "config", "replay", "bench"),
+    "Understand and plan": ("diagnose", "report", "advise", "config", "replay", "bench"),
 }
 """In which part of `unbroken --help` each command is listed."""
 
@@ -345,6 +346,7 @@ for each in (
     jobs,
     logs,
     page,
+    report,
     *JOB_COMMANDS,
     *OPERATOR_COMMANDS,
 ):

@@ -527,7 +527,7 @@ def _long(value: float) -> str:
 # ----- incidents -----
 
 
-def _culprits(verdict: dict[str, Any] | None) -> str:
+def culprits_text(verdict: dict[str, Any] | None) -> str:
     """`node n7, rank 57, GPU 0000:c1:00; node n8`."""
     names = (("node", "node"), ("rank", "rank"), ("gpu", "GPU"))
     return "; ".join(
@@ -548,7 +548,7 @@ def incidents(answer: dict[str, Any]) -> None:
             clock(one["opened_at"]),
             str(one["attempt"]),
             verdict["failure_class"] if verdict else "?",
-            _culprits(verdict),
+            culprits_text(verdict),
             f"{verdict['confidence']:.2f}" if verdict else "",
             seconds(one["lost_s"]),
             _done(one),
@@ -608,7 +608,7 @@ def _verdict_parts(verdict: dict[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [
         _field("verdict", f"{verdict['failure_class']} ({verdict['kind']}), {verdict['confidence']:.0%} sure"),
         _field("why", verdict["why"]),
-        _field("culprit", _culprits(verdict) or "none can be named"),
+        _field("culprit", culprits_text(verdict) or "none can be named"),
     ]
     if verdict["symptoms"]:
         parts.append(_field("symptoms", ", ".join(verdict["symptoms"])))
@@ -626,7 +626,7 @@ def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
         return [_field("opinion", f"none from {model}: {opinion['problem']}")]
     parts: list[RenderableType] = [
         _field("opinion", f"{opinion['failure_class']} ({model}, in {seconds(opinion['took_s'])}; never acted upon)"),
-        _field("", _culprits(opinion) or "no culprit"),
+        _field("", culprits_text(opinion) or "no culprit"),
         _field("", opinion["why"]),
     ]
     parts += [_field("rests on" if number == 0 else "", line) for number, line in enumerate(opinion["lines"])]
@@ -726,7 +726,7 @@ def diagnosis(value: dict[str, Any], beside: Iterable[str] = ()) -> None:
     headline = f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}"
     fields: list[tuple[str, str]] = []
     if verdict["culprits"]:
-        fields.append(("culprit", _culprits(verdict)))
+        fields.append(("culprit", culprits_text(verdict)))
     if verdict["action"] != "none":
         remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
         words = _ACTIONS.get(verdict["action"], verdict["action"])

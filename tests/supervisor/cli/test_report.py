@@ -1,0 +1,97 @@
+"""`unbroken report`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from supervisor.cli.report import LOST, STARTING, TRAINING, markdown, page, summary
+
+HOSTILE = "<script>alert(1)</script> | a *cell* [x](javascript:1)"
+
+
+def incident(**given: Any) -> dict[str, Any]:
+    verdict = {"failure_class": "gpu_ecc", "why": HOSTILE, "culprits": [{"node": "n1", "rank": None, "gpu": ""}]}
+    return {
+        "id": "i-1",
+        "opened_at": "2026-01-01T00:30:00.000Z",
+        "what": "",
+        "verdict": verdict,
+        "plan": {"kind": "restart", "why": "without n1"},
+        "next_attempt": 2,
+        "seconds": {"detect": 1.0, "first_step": 5.0},
+        "lost_s": 360.0,
+    } | given
+
+
+def figures(gpus: int = 8, incidents: tuple[dict[str, Any], ...] = (), **given: Any) -> dict[str, Any]:
+    """A job of one hour. `ettr` is 0.8 of it."""
+    status = {
+        "name": "llama",
+        "state": "SUCCEEDED",
+        "step": 100,
+        "last_step": 100,
+        "started_at": "2026-01-01T00:00:00.000Z",
+        "ended_at": "2026-01-01T01:00:00.000Z",
+        "now": "2026-01-01T01:00:00.000Z",
+        "restarts": 1,
+        "lost_s": sum(one["lost_s"] for one in incidents),
+        "ettr": 0.8,
+        "incidents_total": len(incidents),
+    }
+    measured = {"nodes": 1, "gpus": gpus, "trained_s": 2880.0, "failures": {"gpu_ecc": len(incidents)}}
+    advice = {"measured": measured, "advice": None, "lacks": ["too little data"], "enough": False, "matters": False}
+    return {"status": status | given, "incidents": list(incidents), "advice": advice}
+
+
+def test_all_time_is_accounted_for() -> None:
+    told = summary([figures(incidents=(incident(),))])
+    assert told["shares"] == pytest.approx({TRAINING: 0.8, STARTING: 0.1, LOST + "gpu_ecc": 0.1})
+    assert told["gpu_hours"] == pytest.approx(8.0)
+    assert told["classes"] == [{"class": "gpu_ecc", "count": 1, "lost_s": 360.0, "median_down_s": 6.0}]
+    assert told["failures"] == 1
+    assert told["rate"]["low"] < told["rate"]["likely"] < told["rate"]["high"]
+
+
+def test_a_large_job_counts_for_what_it_costs() -> None:
+    told = summary([figures(gpus=300, ettr=0.9), figures(gpus=100, ettr=0.5)])
+    assert told["ettr"] == pytest.approx(0.8)
+
+
+def test_a_job_that_never_started_has_no_share() -> None:
+    told = summary([figures(started_at=None, ended_at=None, ettr=None, step=None)])
+    assert (told["ettr"], told["shares"]) == (None, {})
+    assert "not known" in markdown(told)
+    assert page(told)
+
+
+def test_an_incident_without_a_verdict_is_listed() -> None:
+    told = summary([figures(incidents=(incident(verdict=None, plan=None, next_attempt=None),))])
+    assert told["classes"][0]["class"] == "not classified"
+    assert markdown(told)
+
+
+def test_what_logs_say_becomes_no_markup() -> None:
+    told = summary([figures(incidents=(incident(),), name=HOSTILE)])
+    assert "<script>" not in page(told)
+    assert "<script>" not in markdown(told)
+    assert "\\](javascript" in markdown(told)
+    lines = markdown(told).splitlines()
+    columns = [line.replace("\\|", "").count("|") for line in lines if line.startswith("| ")]
+    assert len(set(columns[-3:])) == 1  # the table of incidents keeps its columns
+
+
+def test_the_form_follows_the_name_of_the_file(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from supervisor.cli.main import main
+    from tests.supervisor.cli.test_page import job_folder
+
+    folder = str(job_folder(tmp_path))
+    for name, begins in (("r.html", "<!doctype html>"), ("r.md", "# Report"), ("r.json", "{")):
+        done = CliRunner().invoke(main, ["report", folder, "-o", str(tmp_path / name)])
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / name).read_text().startswith(begins)
+    assert json.loads((tmp_path / "r.json").read_text())["schema"] == 1
+    assert CliRunner().invoke(main, ["report", folder, "-o", str(tmp_path / "r.pdf")]).exit_code == 2
