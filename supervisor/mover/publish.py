@@ -55,6 +55,11 @@ RECORD_BYTES: Final = 16 << 20
 RECORDS_READ: Final = 512
 """The newest; an older one is read when its save is asked for."""
 PUBLISHED_REPORTED: Final = 4
+COMMITTING: Final = "committing"
+"""In our folder there, of all jobs: a link for each name under which a save is about to appear. It leads nowhere, and
+says which job that is. It goes when the save is there."""
+NO_LINKS: Final = frozenset((errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS))
+"""A file system that knows no links: two jobs are not told apart there."""
 
 
 class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +164,7 @@ class Publisher:
             _remove_files(data, [name for name in before.files if name not in names])
         staged = StagedPart(name=part.name, attempt=part.attempt, stamp=part.stamp, files=names)
         write_atomically(note, msgspec.json.encode(staged), 0o600)
+        (data.parent / f"going-{self._node}.json").unlink(missing_ok=True)  # it is wanted after all
 
     def staged_by(self, node: str) -> dict[SaveKey, float]:
         """Saves of which a node, or an earlier mover of it, has put files there, and the time (Unix) of its newest."""
@@ -170,26 +176,39 @@ class Publisher:
             return {}  # not made by us
         found: dict[SaveKey, float] = {}
         for folder in folders:
-            note = _read_note(Path(folder) / f"part-{node}.json")
+            note, listed = self._note_of(Path(folder), node)
             if note is not None:
                 there = [look(Path(folder) / "data", name) for name in note.files]
-                there.append(look(Path(folder), f"part-{node}.json"))  # the node's own clock may be wrong
+                there.append(look(Path(folder), listed))  # the node's own clock may be wrong
                 found[note.key] = max((about.st_mtime for about in there if about is not None), default=0.0)
         return found
 
+    @staticmethod
+    def _note_of(folder: Path, node: str) -> tuple[StagedPart | None, str]:
+        """What a node has staged of a save, also where its removal has begun; the name of the note."""
+        for listed in (f"part-{node}.json", f"going-{node}.json"):
+            if (note := _read_note(folder / listed)) is not None:
+                return note, listed
+        return None, ""
+
     def drop(self, key: SaveKey, node: str = "") -> None:
         """Remove what this node, or another one, staged of a save that will not be published. Others' files stay. A
-        save whose commit has begun is left to it. Raises OSError."""
-        record = self._record(key.name)
-        if record is not None and record.save.key == key and record.state == "begun":
+        save whose commit has begun is left to it: each side first says what it is about to do, then looks at what the
+        other one has said. Raises OSError."""
+        node = node or self._node
+        if self._is_begun(key):
             return
         folder = self._home / key_folder(key)
-        listed = folder / f"part-{node or self._node}.json"
-        note = _read_note(listed)
-        if note is None or note.key != key:
+        note, listed = self._note_of(folder, node)
+        if note is None or note.key != key or folder.is_symlink():
+            return
+        going = folder / f"going-{node}.json"
+        os.rename(folder / listed, going)
+        if self._claimant(key.name) or self._is_begun(key):
+            os.rename(going, folder / f"part-{node}.json")
             return
         _remove_files(folder / "data", note.files)
-        listed.unlink(missing_ok=True)  # last: it says what is still to be removed
+        going.unlink(missing_ok=True)  # last: it says what is still to be removed
         for empty in (folder / "data", folder):
             with contextlib.suppress(OSError):  # another node's files are in it
                 os.rmdir(empty)
@@ -289,23 +308,72 @@ class Publisher:
         self.read_records()
         record = self._record(save.name)
         if record is not None and record.save.key == save.key and record.state == "whole":
-            self._tell()
-            self._point(save)
-            remove_ours(self._home / key_folder(save.key))
+            self._end_commit(save)
             return
-        if why := why_bad_save(save) or self.why_not_free(save):
+        if why := why_bad_save(save):
             raise CopyError(why)
-        data = self._data(save.key)
-        begun = record is not None and record.save.key == save.key
-        if not begun:
-            self._require(save, data)
-            self._set_back(save, record)
-            self._keep(PublishRecord(save=save, state="begun", at=time.time()))
-        self._move(save, data)
+        self._claim(save.name)
+        if record is None or record.save.key != save.key:
+            try:
+                self._begin_commit(save, record)
+            except BaseException:
+                self._let_go(save.name)
+                raise
+        self._move(save, self._data(save.key))
         versions = {file.name: self._version(file.name, file.size) for file in save.files}
         self._keep(PublishRecord(save=save, state="whole", at=time.time(), versions=versions))
+        self._end_commit(save)
+
+    def _begin_commit(self, save: Save, record: PublishRecord | None) -> None:
+        if why := self.why_not_free(save):
+            raise CopyError(why)
+        data = self._data(save.key)
+        if going := next((one.name for one in data.parent.glob("going-*.json")), ""):
+            raise CopyError(f"{save.name} is being removed: {data.parent / going}")
+        self._require(save, data)
+        self._set_back(save, record)
+        self._keep(PublishRecord(save=save, state="begun", at=time.time()))
+
+    def _end_commit(self, save: Save) -> None:
+        self._tell()
+        self._let_go(save.name)
         self._point(save)
         remove_ours(self._home / key_folder(save.key))
+
+    def _is_begun(self, key: SaveKey) -> bool:
+        record = self._record(key.name)
+        return record is not None and record.save.key == key and record.state == "begun"
+
+    def _claims(self) -> Path:
+        return self.target / PUBLISHING / COMMITTING
+
+    def _claim(self, name: str) -> None:
+        """Until `_let_go` no other job lets a save of this name appear. Raises OSError, CopyError."""
+        make_private(self.target / PUBLISHING)
+        claim = make_private(self._claims()) / record_file(name)
+        try:
+            os.symlink(self._home.name, claim)  # made with what it says, in one step
+        except FileExistsError:
+            if self._claimant(name) == self._home.name:
+                return  # of a commit that was cut off
+            raise CopyError(
+                f"another job is publishing {self.target / name} as well: name another --publish-to for one of them. "
+                f"If no other job uses this folder, remove {claim}"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+
+    def _claimant(self, name: str) -> str:
+        """The job that lets a save of this name appear; empty: none."""
+        try:
+            return os.readlink(self._claims() / record_file(name))
+        except FileNotFoundError:
+            return ""
+
+    def _let_go(self, name: str) -> None:
+        if self._claimant(name) == self._home.name:
+            (self._claims() / record_file(name)).unlink(missing_ok=True)
 
     def _require(self, save: Save, data: Path) -> None:
         for file in save.files:

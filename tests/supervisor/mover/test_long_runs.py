@@ -15,7 +15,7 @@ import pytest
 
 from recovery.checkpoint import Checkpoint
 from recovery.tiers import BringBack, NodeTiers, PartSource, Save, SaveKey, bring_back, join
-from supervisor.mover.copying import NewFile, checksum, need_room
+from supervisor.mover.copying import CopyError, CopyPace, NewFile, checksum, need_room
 from supervisor.mover.parts import STILL_S, LocalParts
 from supervisor.mover.peer import Mirrors, PeerServer
 from supervisor.mover.process import GONE_S, LEFT_S, GaveWay, Mover
@@ -196,6 +196,15 @@ def test_staged_files_of_saves_that_the_script_removed_go(node: Nodes) -> None:
     assert staged_files(b) == {"__1_0.distcp"}, "its save is there"
 
 
+def staged(nodes: list[Node]) -> Save:
+    """Step 10, of which all parts are staged."""
+    dcp(nodes, 10)
+    for one in nodes:
+        one.look()
+        assert one.mover.stage()
+    return save_of(nodes)
+
+
 def test_what_a_commit_has_begun_is_left_to_it(node: Nodes) -> None:
     a = node("a")
     dcp([a], 10)
@@ -206,6 +215,57 @@ def test_what_a_commit_has_begun_is_left_to_it(node: Nodes) -> None:
     a.look()
     a.mover.tidy(0.0), a.mover.tidy(GONE_S)
     assert staged_files(a) == {".metadata", "__0_0.distcp"}
+
+
+def test_what_is_about_to_be_committed_is_left_to_it(node: Nodes) -> None:
+    a, b = node("a"), node("b")
+    save = staged([a, b])
+    a.mover._publisher._claim("step-10")
+    b.mover._publisher.drop(save.key)
+    assert staged_files(a) == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    a.look(commit=(save,))
+    assert a.mover.commit(), "the claim is its own"
+    assert {name.split("/")[0] for name in published(a)} == {"step-10"}
+    assert not list((a.folder.parent / "shared/.unbroken-publishing/committing").iterdir())
+
+
+def test_what_is_being_removed_is_not_committed(node: Nodes) -> None:
+    """Its removal was cut off: it goes on later, or the files are staged anew."""
+    a, b = node("a"), node("b")
+    save = staged([a, b])
+    (note,) = (a.folder.parent / "shared/.unbroken-publishing").glob("*/*/part-b.json")
+    for again in (False, True):
+        note.rename(note.with_name("going-b.json"))
+        a.look(commit=(save,))
+        with pytest.raises(CopyError):
+            a.mover.commit()
+        assert not published(a)
+        if not again:
+            b.mover._publisher.drop(save.key)
+            assert staged_files(a) == {".metadata", "__0_0.distcp"}
+        b.mover._staged.clear()
+        assert b.mover.stage()
+    a.look(commit=(save,))
+    assert a.mover.commit()
+
+
+def test_two_jobs_do_not_publish_the_same_name(node: Nodes, tmp_path: Path) -> None:
+    """Whoever is first publishes it; the other one leaves it alone, also afterwards."""
+    a = node("a")
+    save = staged([a])
+    (tmp_path / "other").mkdir()
+    other = Publisher(tmp_path / "shared", tmp_path / "other", "a")
+    other.stage(a.look().parts[0], a.folder, CopyPace(), lambda _: None, lambda: True)
+    a.mover._publisher._claim("step-10")
+    with pytest.raises(CopyError):
+        other.commit(save)
+    assert not published(a)
+    a.look(commit=(save,))
+    assert a.mover.commit()
+    before = published(a)
+    with pytest.raises(CopyError):
+        other.commit(save)
+    assert published(a) == before
 
 
 def test_an_old_record_is_found_among_many(tmp_path: Path) -> None:
