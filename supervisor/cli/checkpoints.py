@@ -24,8 +24,7 @@ def _listed(job: JobHandle, as_json: bool) -> None:
 
     answer = job.read("/v1/status", status_from_journal)
     shown = {key: answer.get(key) for key in ("name", "state", "step", "now", "checkpoints", "restart", "left")}
-    if mirrored := answer.get("mirrored_snapshot"):
-        shown["mirrored_snapshot"] = mirrored
+    shown |= {key: answer[key] for key in ("snapshot", "mirrored_snapshot") if answer.get(key)}
     print_answer({"schema": 1, **shown}, as_json, render.checkpoints)
 
 

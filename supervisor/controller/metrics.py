@@ -11,6 +11,8 @@ from diagnosis.taxonomy import FailureClass
 from recovery.cordon import breaker_limit
 from recovery.ledger import NodeRecord
 from recovery.policy import Mode
+from recovery.snapshot_choice import RankSnapshot
+from recovery.snapshot_mirrors import Mirrored
 from recovery.swaps import Cause
 from supervisor.job.advice import JobAdvice
 from supervisor.job.incidents import IncidentRecord
@@ -32,6 +34,7 @@ def controller_samples(loop: ControlLoop, job: Job) -> list[Sample]:
     now = loop.clock.now()
     return [
         *job_samples(job, now, loop.watch.newest),
+        *_snapshots(loop.watch.snapshot, job.attempts.mirrors.newest),
         *_advised(loop.advice.of(job, now)),
         *(ledger_samples(loop.ledger.records.values(), loop.ledger.readable) if loop.ledger is not None else ()),
         Sample("unbroken_controller_epoch", loop.epoch),
@@ -189,6 +192,14 @@ def _tiers(job: Job) -> Iterator[Sample]:
         yield Sample("unbroken_job_checkpoint_tier_timestamp_seconds", save.modified_at, (tier,))
         if save.step is not None:
             yield Sample("unbroken_job_checkpoint_tier_step", save.step, (tier,))
+
+
+def _snapshots(local: RankSnapshot | None, mirrored: Mirrored | None) -> Iterator[Sample]:
+    """In memory: what all ranks hold, and what the loss of any node leaves."""
+    for tier, held in (("snapshot_local", local), ("snapshot_mirrored", mirrored)):
+        if held is not None:
+            yield Sample("unbroken_job_checkpoint_tier_timestamp_seconds", held.at, (tier,))
+            yield Sample("unbroken_job_checkpoint_tier_step", held.step, (tier,))
 
 
 def _nodes(job: Job, now: float) -> Iterator[Sample]:

@@ -143,7 +143,8 @@ CONTROLLER: Final = (
     Family(
         "unbroken_job_checkpoint_tier_timestamp_seconds",
         "gauge",
-        "With --publish-to: Unix time of the newest whole checkpoint of a tier: local, mirrored, published.",
+        "Unix time of the newest whole checkpoint of a tier: with --publish-to local, mirrored, published; of the "
+        "newest snapshot in memory snapshot_local, snapshot_mirrored.",
         ("kind",),
     ),
     Family("unbroken_job_checkpoint_tier_step", "gauge", "Step of that checkpoint, where it tells.", ("kind",)),

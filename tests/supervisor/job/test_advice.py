@@ -268,7 +268,7 @@ def test_the_gauge_is_there_once_there_is_enough_data(training: Any) -> None:
     job = training()
 
     def gauge() -> list[float]:
-        watch, clock = SimpleNamespace(newest=None), SimpleNamespace(now=lambda: job.run.now)
+        watch, clock = SimpleNamespace(newest=None, snapshot=None), SimpleNamespace(now=lambda: job.run.now)
         loop: Any = SimpleNamespace(
             epoch=1, connections={}, waiting=0, stall="", watch=watch, clock=clock, advice=OnlineAdvice(), ledger=None
         )
