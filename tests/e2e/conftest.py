@@ -62,6 +62,7 @@ KNOWN = {
     "waits": Trainer("waits.py", ("{out}", "{steps}", "{pace}")),
     "uneven": Trainer("uneven.py", ("{steps}", "{pace}")),
     "in_memory": Trainer("in_memory.py", ("{out}", "{steps}", "{pace}")),
+    "sharded": Trainer("sharded.py", ("{out}", "{steps}", "{pace}")),
     "spiky": Trainer("spiky.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
     "pauses": Trainer("pauses.py", ("--out", "{out}", "--steps", "{steps}", "--step-s", "{pace}")),
 }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.node_disks import Cluster
+from tests.e2e.snapshot_faults import mirrored, nodes, started_from, wait_mirrored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.slow]
 
@@ -16,22 +16,14 @@ Supervise = Callable[..., Any]
 
 
 def test_the_spare_goes_on_from_a_mirrored_snapshot(supervise: Supervise, tmp_path: Path) -> None:
-    """The script writes no checkpoint. The spare gets the lost node's part from a fourth node, the survivor has its
-    own copy of that step: its ranks have written over it long since."""
-    env = {"UNBROKEN_MIRROR_SNAPSHOTS": "1"}
-    with Cluster(supervise, tmp_path, "in_memory", spares=2, pace=0.2, hold=60, env=env, steps=80) as cluster:
-
-        def mirrored() -> int:
-            return int((cluster.told().get("mirrored_snapshot") or {}).get("step", 0))
-
-        cluster.a.until(lambda: mirrored() >= 20, 60, "a snapshot to be mirrored")
-        kept = mirrored()
-        assert cluster.a.told("checkpoints")["mirrored_snapshot"]["step"] >= 20
+    """Two ranks a node with sharded state, and no checkpoint. The spare gets the lost node's part from a fourth node,
+    the survivor has its own copy of that step: its ranks have written over it long since."""
+    with nodes(supervise, tmp_path) as cluster:
+        kept = wait_mirrored(cluster, 20)
+        assert cluster.a.told("checkpoints")["mirrored_snapshot"]["step"] >= kept
+        kept = mirrored(cluster)
         cluster.lose("b")
         cluster.go_on()
-        steps = [
-            int(cluster.jobs[node].wait_shown(rf"rank {rank} goes on from memory at step (\d+)", 60)[1])
-            for node, rank in (("a", 0), ("c", 1))
-        ]
-        assert steps[0] == steps[1] >= kept
+        steps = started_from(cluster, "a", "c")
+        assert min(steps) == max(steps) >= kept
         cluster.succeeds("c")
