@@ -9,6 +9,7 @@ For who looks for past cases like a text (BM25): `IncidentStore(folder).similar(
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,7 @@ PLACES_KEPT: Final = 16
 """Culprits of one incident, and files of data in its evidence."""
 CORRECTIONS_KEPT: Final = 20
 RECURRENCES_SHOWN: Final = 3
+LEAST_PART: Final = 3
 LEAST_WORDS: Final = 3
 """Evidence with fewer words is like that of many other incidents (`Killed`)."""
 
@@ -131,9 +133,11 @@ class Recurrence(Frozen, frozen=True, kw_only=True):
     """The node, GPU, file or step."""
     times: int
     """With this one."""
-    since: float
+    since_at: float
     """When the first of them was opened."""
     last: PastIncident
+    text: str = ""
+    """All of it in words."""
 
 
 def read_record(raw: bytes) -> ClosedIncident | None:
@@ -163,11 +167,12 @@ def bounded(one: ClosedIncident) -> ClosedIncident:
         **fields,
         ranks=one.ranks[:PLACES_KEPT],
         evidence=tuple(clean_line(text, TEXT_LIMIT) for text in one.evidence[:EVIDENCE_KEPT]),
-        corrections=tuple(map(_cleaned, one.corrections[-CORRECTIONS_KEPT:])),
+        corrections=tuple(map(bounded_correction, one.corrections[-CORRECTIONS_KEPT:])),
     )
 
 
-def _cleaned(one: Correction) -> Correction:
+def bounded_correction(one: Correction) -> Correction:
+    """The same, cleaned and cut."""
     failure_class, by = clean_line(one.failure_class, NAME_LIMIT), clean_line(one.by, NAME_LIMIT)
     return msgspec.structs.replace(one, failure_class=failure_class, by=by, note=clean_line(one.note, TEXT_LIMIT))
 
@@ -240,8 +245,8 @@ def _data_files(lines: Iterable[str]) -> Iterator[str]:
     yield from list(named)[:PLACES_KEPT]
 
 
-def recurrence(of: Place, one: ClosedIncident, times: int, since: float, last: ClosedIncident) -> Recurrence:
-    """`times` and `since` with `one`; `last`: the newest of those before it."""
+def recurrence(of: Place, one: ClosedIncident, times: int, since_at: float, last: ClosedIncident) -> Recurrence:
+    """`times` and `since_at` with `one`; `last`: the newest of those before it."""
     kind, name = of
     name = str(one.step) if kind == "step" else "" if kind == "evidence" else name
     noted = next((each for each in reversed(last.corrections) if each.note), None)
@@ -254,7 +259,8 @@ def recurrence(of: Place, one: ClosedIncident, times: int, since: float, last: C
         note=noted.note if noted is not None else "",
         by=noted.by if noted is not None else "",
     )
-    return Recurrence(of=kind, name=name, times=times, since=since, last=past)
+    found = Recurrence(of=kind, name=name, times=times, since_at=since_at, last=past)
+    return msgspec.structs.replace(found, text=_recurrence_text(found, one))
 
 
 def done(one: ClosedIncident) -> str:
@@ -262,6 +268,17 @@ def done(one: ClosedIncident) -> str:
     cordoned = f"{', '.join(one.cordoned[:4])} cordoned" if one.cordoned else ""
     started = f"attempt {one.next_attempt} started" if one.next_attempt is not None else ""
     return ", ".join(filter(None, (cordoned, started))) or one.outcome
+
+
+def unknown_class(name: str) -> str:
+    """Why this is the name of no failure class, with those that are like it; empty: it is one."""
+    known = [one.value for one in FailureClass]
+    if name in known:
+        return ""
+    parts = [one for one in known if len(name) >= LEAST_PART and (name.lower() in one)]
+    near = list(dict.fromkeys([*parts, *difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5)]))[:4]
+    like = f"near it are {', '.join(near)}" if near else "none is like it"
+    return f"there is no failure class {clean_line(name, 60)!r}: {like} (all of them: docs/taxonomy.md)"
 
 
 _ORDINALS: Final = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
@@ -274,12 +291,12 @@ _COMMON: Final[dict[RecurrenceOf, str]] = {
 }
 
 
-def recurrence_text(one: Recurrence, now: float) -> str:
+def _recurrence_text(one: Recurrence, now: ClosedIncident) -> str:
     """In words: `third time on node n7 in 9 days; last time ...`."""
     number = _ORDINALS[one.times - 2] if 2 <= one.times < len(_ORDINALS) + 2 else f"{one.times}th"
     last = one.last
-    text = f"{number} time {_COMMON[one.of].format(one.name)} in {_age(now - one.since)}; last time "
-    text += f"({last.job} {last.incident}, {_age(now - last.at)} ago, {last.failure_class or 'no verdict'})"
+    text = f"{number} time {_COMMON[one.of].format(one.name)} in {_age(now.opened_at - one.since_at)}; last time "
+    text += f"({last.job} {last.incident}, {_age(now.opened_at - last.at)} ago, {last.failure_class or '?'})"
     text += f": {last.done}" if last.done else ""
     return text + (f"; {last.note} (note by {last.by or 'an operator'})" if last.note else "")
 

@@ -280,14 +280,15 @@ class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all jobs of a cluster know of its nodes (docs/ledger.md)."""
+    """What all jobs of a cluster know of its nodes (docs/ledger.md) and of past incidents (docs/incident-memory.md)."""
 
     folder: Annotated[
         str,
         _knob(
-            "One shared folder for the ledger of nodes of all jobs of the cluster.",
+            "One shared folder for what all jobs of the cluster know: the ledger of nodes, and past incidents "
+            "(incident-memory.md).",
             "controller",
-            default="none: a job knows only its own nodes",
+            default="none: a job knows only its own nodes, and incidents of jobs beside it",
             see="ledger.md",
         ),
     ] = ""

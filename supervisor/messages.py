@@ -15,6 +15,7 @@ from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, LossAlarm, NodeEvidence, RankSample, clean_line
 from recovery.checkpoint import Checkpoint, Preparation, Resume
 from recovery.group_tests import GroupPart
+from recovery.incident_memory import Recurrence
 from recovery.ledger import LedgerRecord, TestResult
 from recovery.policy import Mode
 from recovery.rollback import Guard
@@ -760,6 +761,7 @@ CommandName = Literal[
     "swap",
     "trace",
     "qualify",
+    "correct",
 ]
 
 
@@ -897,6 +899,19 @@ class OpinionArrived(Event, frozen=True, kw_only=True, tag="opinion_arrived"):
     opinion: Opinion
 
 
+class IncidentRecurred(Event, frozen=True, kw_only=True, tag="incident_recurred"):
+    """What an incident has in common with earlier ones; none: nothing any more. Told, and never acted upon."""
+
+    incident: str
+    recurrences: tuple[Recurrence, ...] = ()
+
+
+class IncidentMemorySeen(Event, frozen=True, kw_only=True, tag="incident_memory_seen"):
+    """The store of past incidents cannot be used, or can again."""
+
+    problem: str = ""
+
+
 AnyEvent = (
     ControllerStarted
     | JobDefined
@@ -944,6 +959,8 @@ AnyEvent = (
     | LedgerWritten
     | OpinionAsked
     | OpinionArrived
+    | IncidentRecurred
+    | IncidentMemorySeen
 )
 
 

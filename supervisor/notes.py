@@ -219,6 +219,18 @@ KINDS: Final[dict[str, Kind]] = {
         "or the job ends"
     ),
     "ledger_written": _kind("the ledger of all jobs can be written again"),
+    # what is remembered of incidents
+    "incident_recurred": _kind("{incident}: {what}"),
+    "verdict_corrected": _kind(
+        "{incident}: {by} says that it was {failure_class}[ ({why})][; the verdict was {said}]",
+        tells=["override_given"],
+    ),
+    "incident_unknown": _kind("there is no incident {named}, or it is too old to be corrected"),
+    "class_unknown": _kind("{why}"),
+    "memory_unusable": _kind(
+        "the memory of incidents cannot be used: {why}. The job goes on without it, and tries again"
+    ),
+    "memory_usable": _kind("the memory of incidents can be used again"),
     "cordon_vouched": _kind("{node} is not cordoned: an operator has uncordoned it"),
     # operators
     "command": _kind("operator: {command}[ {argument}][ by {by}][ ({reason})]", repeats=["override_given"]),

@@ -15,11 +15,18 @@ import msgspec
 from diagnosis.signals import Frozen
 from supervisor.files import start_time, write_atomically
 
-__all__ = ["JOBS", "LocalPaths", "local_dir", "start_time", "write_atomically"]
+__all__ = ["JOBS", "LocalPaths", "incidents_folder", "local_dir", "start_time", "write_atomically"]
 
 
 JOBS: Final = "unbroken-jobs"
 """Where job folders are by default."""
+
+
+def incidents_folder(ledger: Path | None, job_dir: Path) -> Path:
+    """Where past incidents are kept: with the ledger of all jobs, else with the jobs beside this one, else with it."""
+    if ledger is not None:
+        return ledger
+    return job_dir.parent if job_dir.parent.name == JOBS else job_dir
 
 
 RESERVE_BYTES = 128 * 1024

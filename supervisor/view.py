@@ -13,6 +13,7 @@ import msgspec
 from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Frozen
 from recovery.checkpoint import Judgement, RankLayout, Resume
+from recovery.incident_memory import Correction, Recurrence
 from recovery.policy import Mode, Plan
 from recovery.swaps import Cause
 from recovery.tiers import Tier
@@ -105,6 +106,10 @@ class IncidentView(Frozen, frozen=True, kw_only=True):
     """A later try that gave none, and why (`problem`)."""
     opinion_wanted: bool = False
     """A model is asked and has not answered."""
+    recurrences: tuple[Recurrence, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What it has in common with earlier incidents (docs/incident-memory.md); only where there are any."""
+    corrections: tuple[Correction, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What operators say that it was, the newest last; only where there are any."""
 
 
 class HoldView(Frozen, frozen=True, kw_only=True):

@@ -195,14 +195,24 @@ def incidents(job: JobHandle, as_json: bool) -> None:
 @click.argument("incident")
 @job_options
 @click.option("--ask", is_flag=True, help="Ask the configured language model too, and wait for its answer.")
-def why(job: JobHandle, incident: str, as_json: bool, ask: bool) -> None:
+@click.option("--correct", "failure_class", metavar="CLASS", help="Say what it was (docs/taxonomy.md).")
+@click.option("--note", default="", metavar="TEXT", help="With --correct: how you know, or what was repaired.")
+def why(job: JobHandle, incident: str, as_json: bool, ask: bool, failure_class: str | None, note: str) -> None:
     """Explain INCIDENT (i-1, or `last`).
 
-    The verdict, its evidence, what was done, how long each phase took, and where the evidence is kept.
+    The verdict, its evidence, what was done, how long each phase took, where the evidence is kept, and whether it has
+    happened before. With --correct your word is kept beside the verdict; it changes nothing that was done.
     """
     from supervisor.cli import render
 
+    if note and failure_class is None:
+        raise click.UsageError("--note goes with --correct CLASS")
     found = _incident(job, incident)
+    if failure_class is not None:
+        from supervisor.cli.memory import correct
+
+        correct(job, found["id"], failure_class, note)
+        found = _incident(job, found["id"])
     if ask:
         found = _asked(job, found)
     job_dir = "" if job.folder is None else str(job.folder.absolute())

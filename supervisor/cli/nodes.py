@@ -55,7 +55,7 @@ def open_ledger() -> LedgerFolder:
     return LedgerFolder(Path.cwd() / folder)
 
 
-def answered(work: Callable[[], T], folder: Path) -> T:
+def answered(work: Callable[[], T], folder: Path, what: str = "the ledger") -> T:
     """What `work` returns; a file system that hangs costs the deadline. Raises UnbrokenError."""
     import asyncio  # the other commands start without it
 
@@ -64,9 +64,9 @@ def answered(work: Callable[[], T], folder: Path) -> T:
     try:
         return asyncio.run(BlockingCalls("ledger").run(work, DEADLINE_S))
     except asyncio.TimeoutError:
-        raise UnbrokenError(f"the ledger in {folder} does not answer within {DEADLINE_S:.0f} s") from None
+        raise UnbrokenError(f"{what} in {folder} does not answer within {DEADLINE_S:.0f} s") from None
     except OSError as error:
-        raise UnbrokenError(f"the ledger in {folder}: {error.strerror or error}") from None
+        raise UnbrokenError(f"{what} in {folder}: {error.strerror or error}") from None
 
 
 def records(ledger: LedgerFolder, now: float) -> dict[str, NodeRecord]:

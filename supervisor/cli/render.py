@@ -45,6 +45,7 @@ STYLES = {
 }
 WATCH_SHARE = 9.0
 """After an answer, `watch` waits at least nine times as long as it took: a large job is not kept busy with answers."""
+RECURRENCES_SHOWN = 10
 LEAST_SHOWN = 0.01
 """A less likely alternative is only in `--json`."""
 CLOCK_SHOWN_S = 0.05
@@ -547,13 +548,26 @@ def incidents(answer: dict[str, Any]) -> None:
             one["id"] + ("" if one["closed_at"] else " (open)"),
             clock(one["opened_at"]),
             str(one["attempt"]),
-            verdict["failure_class"] if verdict else "?",
+            _class(one),
             culprits_text(verdict),
             f"{verdict['confidence']:.2f}" if verdict else "",
             seconds(one["lost_s"]),
             _done(one),
         )
-    _print(table, *_pending(answer))
+    again = [(one["id"], each["text"]) for one in answer["incidents"] for each in one.get("recurrences", ())]
+    _print(table, *(Text(f"{name}: {text}") for name, text in again[-RECURRENCES_SHOWN:]), *_pending(answer))
+
+
+def _class(incident: dict[str, Any]) -> str:
+    """An operator's word comes before the verdict's."""
+    if corrections := incident.get("corrections"):
+        return f"{corrections[-1]['failure_class']} (corrected)"
+    return incident["verdict"]["failure_class"] if incident["verdict"] else "?"
+
+
+def _correction(one: dict[str, Any], held: str) -> str:
+    note = f": {one['note']}" if one["note"] else ""
+    return f"{one['failure_class']}, says {one['by'] or 'an operator'} ({clock(one['at'])}){note}{held}"
 
 
 def _done(incident: dict[str, Any]) -> str:
@@ -576,6 +590,9 @@ def why(answer: dict[str, Any]) -> None:
         parts.append(_field("verdict", "none: it ended before there was one" if one["closed_at"] else "not yet"))
     else:
         parts += _verdict_parts(verdict)
+    parts += [_field("before", each["text"]) for each in one.get("recurrences", ())]
+    for number, each in enumerate(reversed(one.get("corrections", ()))):
+        parts.append(_field("" if number else "corrected", _correction(each, " (earlier)" if number else "")))
     if one["opinion"] is not None:
         parts += _opinion_parts(one["opinion"])
     if one["opinion_failed"] is not None:

@@ -41,6 +41,7 @@ from supervisor.paths import Fence
 if TYPE_CHECKING:
     from supervisor.controller.heartbeats import HeartbeatEvents
     from supervisor.controller.ledger_watch import LedgerWatch
+    from supervisor.controller.memory_watch import MemoryWatch
     from supervisor.job.job import Job
 
 WRITE_S = 5.0
@@ -254,6 +255,8 @@ class ControlLoop:
         """Has a model asked about an incident (`supervisor.opinion`); why not, in words, or the empty string."""
         self.ledger: LedgerWatch | None = None
         """Where the ledger of all jobs is configured; set before `run`."""
+        self.memory: MemoryWatch | None = None
+        """Keeps past incidents; set before `run`."""
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
@@ -512,7 +515,8 @@ class ControlLoop:
                 self._stop.wait(),
             )
         ]
-        watching = asyncio.create_task(self.ledger.run()) if self.ledger is not None else None
+        beside = [one for one in (self.ledger, self.memory) if one is not None]
+        watching = [asyncio.create_task(one.run()) for one in beside]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -521,11 +525,10 @@ class ControlLoop:
             log.warning("%s: this controller ends", error)
             self.superseded = True
         finally:
-            for task in (*tasks, *([watching] if watching is not None else [])):
+            for task in (*tasks, *watching):
                 task.cancel()
             self._timers.stop()
-        if self.ledger is not None:
-            await self.ledger.stop()
+        await asyncio.gather(*(one.stop() for one in beside))
         await self._farewell()
         return self.outcome
 

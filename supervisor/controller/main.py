@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from supervisor import config
+from supervisor import config, corrections
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server
@@ -35,7 +35,7 @@ from supervisor.files import Here, read_token
 from supervisor.logs import configure
 from supervisor.messages import JobRequeued, JobSpec, JournalDamaged
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, TargetFile
-from supervisor.paths import Fence, RequeueRecord, start_time, write_atomically
+from supervisor.paths import Fence, RequeueRecord, incidents_folder, start_time, write_atomically
 from supervisor.wire.limits import raise_descriptor_limit
 
 if TYPE_CHECKING:
@@ -256,6 +256,8 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
         of_front=options.of_front,
     )
     await _read_ledger(control, settings.ledger.folder)
+    corrections.apply(job_dir, control.job)
+    _remember(control, incidents_folder(Path(settings.ledger.folder) if settings.ledger.folder else None, job_dir))
     metrics = settings.metrics
     tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
@@ -324,6 +326,17 @@ async def _read_ledger(control: ControlLoop, folder: str) -> None:
         lambda: [one.scheduler_name or one.name for one in nodes],
     )
     await control.ledger.first_look()
+
+
+def _remember(control: ControlLoop, folder: Path) -> None:
+    """Past incidents are kept beside the job, and a Python without SQLite has none."""
+    try:
+        from recovery.incident_store import IncidentStore
+        from supervisor.controller.memory_watch import MemoryWatch
+    except ImportError as error:
+        log.warning("no memory of incidents: %s", error)
+        return
+    control.memory = MemoryWatch(IncidentStore(folder), control.job, control.post, control.clock.now)
 
 
 def _collect_rarely() -> None:

@@ -18,6 +18,7 @@ from diagnosis.incident import Verdict
 from diagnosis.signals import rank_names
 from diagnosis.taxonomy import TAXONOMY
 from recovery.snapshot_choice import one_world
+from supervisor import corrections
 from supervisor import messages as m
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
 from supervisor.job.advice import JobAdvice, advice_of, measured
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA = 1
-_TIMES = {"at", "until", "modified_at"}
+_TIMES = {"at", "until", "modified_at", "since_at"}
 """Fields that hold Unix seconds in the core and are shown as times."""
 
 
@@ -89,6 +90,8 @@ def fold(where: Path) -> Folded:
             job.handle(step.event)
         except Exception as error:
             failures.append(f"event {step.seq}: {type(error).__name__}: {error}")
+    if where.is_dir():
+        corrections.apply(where, job)
     return Folded(job, history, failures)
 
 
@@ -337,6 +340,8 @@ def _tell_more(event: m.AnyEvent) -> tuple[str, bool]:
         case m.OpinionArrived():
             told = event.opinion.problem
             return f"a model on {event.incident}: {told or event.opinion.failure_class.value}", True
+        case m.IncidentRecurred():
+            return f"{event.incident}: {'; '.join(one.text for one in event.recurrences) or 'no recurrence'}", True
         case _:
             return str(event.__struct_config__.tag).replace("_", " "), True
 

@@ -28,6 +28,7 @@ from diagnosis.taxonomy import FailureClass
 from recovery import policy
 from recovery.checkpoint import ResumeSituation
 from recovery.group_tests import Blamed, PairConclusion
+from recovery.incident_memory import Correction, Recurrence
 from recovery.policy import Plan, RestartBudget
 from recovery.swaps import PROVEN, SHARED_S, STORM_NODES, STORM_S
 from supervisor import messages as m
@@ -86,6 +87,10 @@ class IncidentRecord:
     """Requested, and not answered yet."""
     opinion_decided: bool = False
     """The job has decided whether to ask for one by itself."""
+    recurrences: tuple[Recurrence, ...] = ()
+    """What it has in common with earlier incidents. No decision uses it."""
+    corrections: list[Correction] = dataclasses.field(default_factory=list)
+    """What operators say that it was. No decision uses it."""
     lost_nodes: list[str] = dataclasses.field(default_factory=list)
     launcher_exits: dict[str, str] = dataclasses.field(default_factory=dict)
     launcher_code: int | None = None
@@ -245,6 +250,8 @@ class IncidentRecord:
             opinions=self.opinions,
             opinion_failed=self.opinion_failed,
             opinion_wanted=self.opinion_wanted,
+            recurrences=self.recurrences or msgspec.UNSET,
+            corrections=tuple(self.corrections) or msgspec.UNSET,
         )
 
 

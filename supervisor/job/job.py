@@ -96,6 +96,7 @@ from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Conclude, Incidents
 from supervisor.job.ledger import ClusterLedger
 from supervisor.job.loss import LossGuard
+from supervisor.job.memory import Memory
 from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
@@ -179,6 +180,7 @@ class Job:
         self.scheduler = SchedulerRequests(core, nodes, attempts, ledger)
         self.tests = NodeTests(core, nodes, attempts, ledger)
         self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, self.tests, ledger, conclude)
+        self.memory = Memory(core, nodes, self.incidents.log)
         self.hangs = Hangs(core, nodes, attempts, self.incidents)
         self.saves = Saves()
         """Only told (`unbroken advise`, and when a planned swap is due)."""
@@ -199,6 +201,7 @@ class Job:
             self.traces,
             self.tests,
             ledger,
+            self.memory,
         )
         self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space, self.traces, self.tests)
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
@@ -272,6 +275,8 @@ class Job:
             m.LedgerWritten: self.ledger.written,
             m.OpinionAsked: self._opinion_asked,
             m.OpinionArrived: self._opinion_arrived,
+            m.IncidentRecurred: self.memory.recurred,
+            m.IncidentMemorySeen: self.memory.seen,
         }
 
     def _timers(self) -> dict[str, Callable[[], Wants | None]]:

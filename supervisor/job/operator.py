@@ -30,6 +30,7 @@ from supervisor.job.core import (
 from supervisor.job.incidents import IncidentRecord, Incidents
 from supervisor.job.ledger import ClusterLedger
 from supervisor.job.loss import LossGuard
+from supervisor.job.memory import Memory
 from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
@@ -57,6 +58,7 @@ class Operator:
         traces: Traces,
         tests: NodeTests,
         ledger: ClusterLedger,
+        memory: Memory,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
         self._incidents, self._scheduler, self._space, self._guard = incidents, scheduler, space, guard
@@ -75,6 +77,7 @@ class Operator:
             "swap": self._swap,
             "trace": traces.asked,
             "qualify": tests.asked,
+            "correct": memory.correct,
         }
 
     # ----- what the job waits for -----
@@ -149,7 +152,7 @@ class Operator:
 
     def given(self, event: m.OperatorCommand) -> Wants:
         core, attempts = self._core, self._attempts
-        if core.is_over and not event.argument.startswith(RULE_PREFIX):
+        if core.is_over and event.command != "correct" and not event.argument.startswith(RULE_PREFIX):
             yield _refuse("command_too_late", command=event.command)
             return
         yield note("command", command=event.command, argument=event.argument, by=event.by, reason=event.reason)

@@ -95,7 +95,7 @@ def test_recurrence_on_a_node_names_the_last_time(store: IncidentStore) -> None:
     long_ago = incident(4, opened_at=NOW - WINDOW_S - DAY_S)
     store.write([first, second, elsewhere, long_ago], NOW)
     (found,) = store.recurrences(incident(5, opened_at=NOW, fingerprint=""))
-    assert (found.of, found.name, found.times, found.since) == ("node", "n7", 3, first.opened_at)
+    assert (found.of, found.name, found.times, found.since_at) == ("node", "n7", 3, first.opened_at)
     assert (found.last.job, found.last.note, found.last.by) == ("other", "a cable was replaced", "op")
 
 

@@ -358,3 +358,34 @@ def test_times_and_durations() -> None:
         "local_world_size": 2,
         "snapshots": [],
     }
+
+
+def test_an_operator_corrects_a_verdict_after_the_job_and_again(job: Path) -> None:
+    said = unbroken("why", "last", "--correct", "gpu_hung", cwd=job, code=2)
+    assert "gpu_hang" in said
+    assert unbroken("why", "last", "--note", "x", cwd=job, code=2)
+    unbroken("why", "i-1", "--correct", "nvlink_error", "--note", "a cable\nwas replaced", cwd=job)
+    why = unbroken("why", "1", "--correct", "gpu_hang", cwd=job)
+    assert "gpu_hang" in why
+    assert "a cable was replaced" in why
+    (incident,) = read("incidents", cwd=job)["incidents"]
+    assert [one["failure_class"] for one in incident["corrections"]] == ["nvlink_error", "gpu_hang"]
+    assert all(one["by"] and one["at"].endswith("Z") for one in incident["corrections"])
+    assert "gpu_hang (corrected)" in unbroken("incidents", cwd=job)
+    assert "known incidents: i-1" in unbroken("why", "i-9", "--correct", "gpu_hang", cwd=job, code=66)
+
+
+def test_a_correction_is_of_one_job_and_damage_costs_only_its_line(job: Path) -> None:
+    unbroken("why", "last", "--correct", "gpu_hang", cwd=job)
+    file = job / "unbroken-jobs" / "llama" / "corrections.jsonl"
+    line = file.read_bytes()
+    file.write_bytes(line.replace(b"llama-", b"other-").replace(b"gpu_hang", b"gpu_oom") + b'{"half' + line + b"\xff\n")
+    (incident,) = read("incidents", cwd=job)["incidents"]
+    assert [one["failure_class"] for one in incident["corrections"]] == ["gpu_hang"]
+
+
+def test_a_correction_of_a_job_that_runs_is_in_its_journal(live: Path) -> None:
+    unbroken("why", "last", "--correct", "nvlink_error", "--note", "a cable", cwd=live)
+    assert not (live / "unbroken-jobs" / "llama" / "corrections.jsonl").exists()
+    assert "was nvlink_error (a cable)" in unbroken("timeline", cwd=live)
+    assert "a cable" in unbroken("why", "last", cwd=live)
