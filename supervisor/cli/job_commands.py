@@ -209,7 +209,7 @@ def why(job: JobHandle, incident: str, as_json: bool, ask: bool, failure_class: 
         raise click.UsageError("--note goes with --correct CLASS")
     found = _incident(job, incident)
     if failure_class is not None:
-        from supervisor.cli.memory import correct
+        from supervisor.cli.past_incidents import correct
 
         correct(job, found["id"], failure_class, note)
         found = _incident(job, found["id"])

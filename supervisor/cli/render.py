@@ -23,6 +23,7 @@ from rich.text import Text
 
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import TAXONOMY, FailureClass
+from supervisor.cli import incident_text
 
 if TYPE_CHECKING:
     from supervisor.node_health.check import AnsweredCheck, CheckAnswer
@@ -45,7 +46,6 @@ STYLES = {
 }
 WATCH_SHARE = 9.0
 """After an answer, `watch` waits at least nine times as long as it took: a large job is not kept busy with answers."""
-RECURRENCES_SHOWN = 10
 LEAST_SHOWN = 0.01
 """A less likely alternative is only in `--json`."""
 CLOCK_SHOWN_S = 0.05
@@ -548,34 +548,13 @@ def incidents(answer: dict[str, Any]) -> None:
             one["id"] + ("" if one["closed_at"] else " (open)"),
             clock(one["opened_at"]),
             str(one["attempt"]),
-            _class(one),
+            incident_text.class_text(one),
             culprits_text(verdict),
             f"{verdict['confidence']:.2f}" if verdict else "",
             seconds(one["lost_s"]),
-            _done(one),
+            incident_text.done_text(one),
         )
-    again = [(one["id"], each["text"]) for one in answer["incidents"] for each in one.get("recurrences", ())]
-    _print(table, *(Text(f"{name}: {text}") for name, text in again[-RECURRENCES_SHOWN:]), *_pending(answer))
-
-
-def _class(incident: dict[str, Any]) -> str:
-    """An operator's word comes before the verdict's."""
-    if corrections := incident.get("corrections"):
-        return f"{corrections[-1]['failure_class']} (corrected)"
-    return incident["verdict"]["failure_class"] if incident["verdict"] else "?"
-
-
-def _correction(one: dict[str, Any], held: str) -> str:
-    note = f": {one['note']}" if one["note"] else ""
-    return f"{one['failure_class']}, says {one['by'] or 'an operator'} ({clock(one['at'])}){note}{held}"
-
-
-def _done(incident: dict[str, Any]) -> str:
-    """What was done. A plan counts as done only if another attempt followed."""
-    plan = f"{incident['plan']['kind']}: {incident['plan']['why']}" if incident["plan"] else ""
-    if incident["next_attempt"] is not None:
-        return plan
-    return str(incident["closed_why"]) if incident["closed_at"] else f"planned: {plan}" if plan else ""
+    _print(table, *map(Text, incident_text.recurrence_lines(answer["incidents"])), *_pending(answer))
 
 
 def why(answer: dict[str, Any]) -> None:
@@ -590,9 +569,7 @@ def why(answer: dict[str, Any]) -> None:
         parts.append(_field("verdict", "none: it ended before there was one" if one["closed_at"] else "not yet"))
     else:
         parts += _verdict_parts(verdict)
-    parts += [_field("before", each["text"]) for each in one.get("recurrences", ())]
-    for number, each in enumerate(reversed(one.get("corrections", ()))):
-        parts.append(_field("" if number else "corrected", _correction(each, " (earlier)" if number else "")))
+    parts += [_field(name, text) for name, text in incident_text.fields(one, clock)]
     if one["opinion"] is not None:
         parts += _opinion_parts(one["opinion"])
     if one["opinion_failed"] is not None:
