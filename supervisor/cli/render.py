@@ -23,7 +23,7 @@ from rich.text import Text
 
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import TAXONOMY, FailureClass
-from supervisor.cli import incident_text
+from supervisor.cli.output import class_text, done_text, past_fields, recurrence_lines
 
 if TYPE_CHECKING:
     from supervisor.node_health.check import AnsweredCheck, CheckAnswer
@@ -548,13 +548,13 @@ def incidents(answer: dict[str, Any]) -> None:
             one["id"] + ("" if one["closed_at"] else " (open)"),
             clock(one["opened_at"]),
             str(one["attempt"]),
-            incident_text.class_text(one),
+            class_text(one),
             culprits_text(verdict),
             f"{verdict['confidence']:.2f}" if verdict else "",
             seconds(one["lost_s"]),
-            incident_text.done_text(one),
+            done_text(one),
         )
-    _print(table, *map(Text, incident_text.recurrence_lines(answer["incidents"])), *_pending(answer))
+    _print(table, *map(Text, recurrence_lines(answer["incidents"])), *_pending(answer))
 
 
 def why(answer: dict[str, Any]) -> None:
@@ -569,7 +569,7 @@ def why(answer: dict[str, Any]) -> None:
         parts.append(_field("verdict", "none: it ended before there was one" if one["closed_at"] else "not yet"))
     else:
         parts += _verdict_parts(verdict)
-    parts += [_field(name, text) for name, text in incident_text.fields(one, clock)]
+    parts += [_field(name, text) for name, text in past_fields(one, clock)]
     if one["opinion"] is not None:
         parts += _opinion_parts(one["opinion"])
     if one["opinion_failed"] is not None:
