@@ -49,7 +49,7 @@ def _correct_here(job: JobHandle, incident: str, failure_class: str, note: str) 
     import os
 
     from diagnosis.signals import clean_line
-    from supervisor import corrections
+    from supervisor.controller import corrections
     from supervisor.controller.report import fold
 
     if job.folder is None or not job.folder.is_dir():

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from supervisor import config, corrections
+from supervisor import config
+from supervisor.controller import corrections
 from supervisor.controller.journal import History, Journal, open_journal
 from supervisor.controller.loop import UNHEARD_AFRESH_S, UNHEARD_S, ControlLoop
 from supervisor.controller.server import Scrape, Server

@@ -18,8 +18,8 @@ from diagnosis.incident import Verdict
 from diagnosis.signals import rank_names
 from diagnosis.taxonomy import TAXONOMY
 from recovery.snapshot_choice import one_world
-from supervisor import corrections
 from supervisor import messages as m
+from supervisor.controller import corrections
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
 from supervisor.job.advice import JobAdvice, advice_of, measured
 from supervisor.job.view import input_text, slow_text
