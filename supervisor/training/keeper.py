@@ -142,7 +142,7 @@ class Keeper:
                 __import__(name)
         except BaseException as error:
             self.error = f"{type(error).__name__}: {error}"[:500]
-        for name in PRELOAD_IF_THERE if not self.error else ():
+        for name in PRELOAD_IF_THERE if not self.error and os.environ.get("UNBROKEN_WARM") != "torch" else ():
             try:
                 __import__(name)
             except Exception as error:

@@ -63,7 +63,7 @@ def test_nan_that_the_script_tells_without_a_word(supervise: Supervise) -> None:
 
 
 def test_recommend_only_tells_and_an_operator_does_it(supervise: Supervise) -> None:
-    job = supervise("spiky", **PACE | {"steps": 500})
+    job = supervise("spiky", **PACE | {"steps": 700})
     told = job.wait_shown(r"`unbroken rollback (\d+) --skip (\d+)`")
     assert job.told("status")["attempt"] == 1, "it does nothing"
     assert "known steps" in job.ask("rollback", "7", "--dry-run", check=False)

@@ -24,7 +24,7 @@ def undisturbed(job: Any, within_s: float, last: int = 39) -> None:
 @pytest.mark.slow
 def test_a_wait_that_nothing_explains_is_told(supervise: Supervise) -> None:
     """A proven hang would have been acted on after 6 s."""
-    job = supervise("waits", "12", steps=40, nproc=2, healthy=("0",))
+    job = supervise("waits", "20", steps=40, nproc=2, healthy=("0",))
     job.wait_step(20)
 
     def told() -> Any:

@@ -324,8 +324,8 @@ def test_fork_servers_end_when_memory_is_short() -> None:
 def test_nothing_but_torch_is_imported_beforehand_when_the_user_says_so(tmp_path: Path, site: Site) -> None:
     without = Site(tmp_path, UNBROKEN_WARM="torch")
     try:
-        without.make("pk_torch", shown="'torch' in sys.modules")
-        cold = [["cold", "True", str(without.keeper.process.pid), "True"]]
+        without.make("pk_torch", shown="'torch' in sys.modules, 'torch._dynamo' in sys.modules")
+        cold = [["cold", "True", str(without.keeper.process.pid), "True", "False"]]
         assert without.start() == cold
         until((without.keeper.attempt_dir(1) / "rank0.imports").exists, 60, "its imports are recorded")
         site.make("pk_meanwhile")

@@ -48,6 +48,7 @@ class Job:
         text = text.replace(ours, theirs).replace(command, f"{command}{shlex.join(run)} ")
         (self.folder / script).write_text(text)
         env = {"UNBROKEN_LOCAL_DIR": f"{LOCAL}/unbroken", "RIG_DIR": f"{LOCAL}/rig", "OMP_NUM_THREADS": "1"}
+        env["UNBROKEN_WARM"] = "torch"  # the trainer has no optimizer of torch's
         nvml = {"LD_LIBRARY_PATH": "", "FAKE_NVML_STATE": "/state", "FAKE_NVML_EVENTS": "/events"}
         env |= {name: f"{LOCAL}/nvml{end}" for name, end in nvml.items()}
         said = self.cluster.run("ctl", *self.user, "sbatch", *options, script, env=env, cwd=self.folder)

@@ -146,7 +146,7 @@ def test_a_publisher_may_be_cut_off_before_any_call_of_the_system(memory: Path, 
         ended = end_at_call(number, one.work)
         seen.append(one.seen({}))
         assert not ended or seen[-1]
-        assert end_at_call(1 << 30, one.work)
+        one.work()
         assert one.seen({})
         shutil.rmtree(root)
         if ended:
