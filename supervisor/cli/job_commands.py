@@ -207,19 +207,19 @@ def why(job: JobHandle, incident: str, as_json: bool, ask: bool, failure_class: 
 
     if note and failure_class is None:
         raise click.UsageError("--note goes with --correct CLASS")
-    found = _incident(job, incident)
+    found = find_incident(job, incident)
     if failure_class is not None:
         from supervisor.cli.past_incidents import correct
 
         correct(job, found["id"], failure_class, note)
-        found = _incident(job, found["id"])
+        found = find_incident(job, found["id"])
     if ask:
         found = _asked(job, found)
     job_dir = "" if job.folder is None else str(job.folder.absolute())
     print_answer({"schema": 1, "incident": found, "job_dir": job_dir}, as_json, render.why)
 
 
-def _incident(job: JobHandle, name: str) -> dict[str, Any]:
+def find_incident(job: JobHandle, name: str) -> dict[str, Any]:
     everything = job.read("/v1/incidents", incidents_from_journal)["incidents"]
     wanted = name if name.startswith("i-") or name == "last" else f"i-{name}"
     found = [one for one in everything if one["id"] == wanted or wanted == "last"]
@@ -279,7 +279,7 @@ def _asked(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
     now = incident
     while now["opinions"] == incident["opinions"] and time.monotonic() < until:
         time.sleep(0.5)
-        now = _incident(job, incident["id"])
+        now = find_incident(job, incident["id"])
     if now["opinions"] == incident["opinions"]:
         warn(f"no opinion came within {patience_s:.0f} s")
     return now

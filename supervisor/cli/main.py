@@ -17,6 +17,7 @@ import click
 from supervisor import config
 from supervisor.cli.active import qualify
 from supervisor.cli.advise import advise
+from supervisor.cli.bundle import bundle
 from supervisor.cli.check import check
 from supervisor.cli.checkpoints import group as checkpoints
 from supervisor.cli.drain_requests import drain_requests
@@ -48,7 +49,19 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
 
 HELP = {
     "Start a run": ("run", "demo", "controller"),
-    "See a job": ("status", "watch", "page", "incidents", "why", "timeline", "logs", "jobs", "checkpoints", "trace"),
+    "See a job": (
+        "status",
+        "watch",
+        "page",
+        "incidents",
+        "why",
+        "bundle",
+        "timeline",
+        "logs",
+        "jobs",
+        "checkpoints",
+        "trace",
+    ),
     "Act on a job": (
         *("pause", "resume", "approve", "reject", "restart", "rollback", "swap", "stop", "mode"),
         *("cordon", "uncordon"),
@@ -346,6 +359,7 @@ for each in (
     jobs,
     logs,
     page,
+    bundle,
     report,
     *JOB_COMMANDS,
     *OPERATOR_COMMANDS,
