@@ -10,14 +10,16 @@ import gc
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +232,40 @@ def after() -> Callable[[float], None]:
     return time.sleep
 
 
+class UndisturbedRuns:
+    """A process that has torch, and runs training scripts without supervision, one after the other."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def ends_well(self, ranks: int, training: Sequence[str], log: Path) -> bool:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("unsupervised.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([str(log), ranks, *training]), file=self._process.stdin, flush=True)
+        answered = select.select([self._process.stdout], [], [], 180)[0]
+        if answered:
+            return self._process.stdout.readline() == "0\n"
+        self.close()
+        return False
+
+    def close(self) -> None:
+        if self._process is not None:
+            for one in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
+                one.kill()
+            self._process.communicate(timeout=10)
+            self._process = None
+
+
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[str], int], bytes]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Sequence[str], int], bytes]]:
     """`(script and arguments, ranks)` -> its final weights without supervision, when nothing disturbs it.
 
     `{out}` stands for its folder, in which it leaves `final.bin`. Each is run once, by the worker that wants it first.
@@ -239,7 +273,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[
     session = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         session = session.parent
-    runner = str(Path(__file__).with_name("unsupervised.py"))
+    runs_alone = UndisturbedRuns()
 
     def weights(training: Sequence[str], ranks: int) -> bytes:
         key = hashlib.sha256(repr((*training, ranks)).encode()).hexdigest()[:16]
@@ -247,29 +281,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[
         out.mkdir(exist_ok=True)
         with open(out / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            command = [sys.executable, runner, str(ranks), *(word.format(out=out) for word in training)]
+            words = [word.format(out=out) for word in training]
             for _ in range(2):  # torch 2.13 aborts at its end now and then; it is not what is tested here
-                if (out / "ended-well").exists() or _ends_well(command, out / "log"):
+                if (out / "ended-well").exists() or runs_alone.ends_well(ranks, words, out / "log"):
                     (out / "ended-well").touch()
                     return (out / "final.bin").read_bytes()
         pytest.fail(f"the undisturbed run failed twice:\n{(out / 'log').read_text(errors='replace')[-6000:]}")
 
-    return weights
-
-
-def _ends_well(command: Sequence[str], log: Path) -> bool:
-    with open(log, "wb") as output:
-        run = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-    try:
-        return run.wait(180) == 0
-    finally:
-        if run.poll() is None:
-            for rank in psutil.Process(run.pid).children(recursive=True):
-                rank.kill()
-            run.kill()
-            run.wait(10)
+    yield weights
+    runs_alone.close()
 
 
 def _skips(config: pytest.Config) -> list[pytest.TestReport]:

@@ -1,4 +1,5 @@
-"""Runs a training script without any supervision: `python unsupervised.py RANKS SCRIPT ARGUMENTS`.
+"""Runs a training script without any supervision: `python unsupervised.py RANKS SCRIPT ARGUMENTS`. Without arguments,
+each line of standard input is such a list as JSON, with the file for what is printed before it, and is answered.
 
 As under torchrun on one node, but the ranks are forked from one process that has torch: with torchrun itself each of
 them would import it, three seconds of a core.
@@ -6,6 +7,7 @@ them would import it, three seconds of a core.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -63,5 +65,20 @@ def main(ranks: int, script: str, arguments: list[str]) -> int:
     return int(failed)
 
 
+def serve() -> None:
+    for line in sys.stdin:
+        printed, ranks, script, *arguments = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            with open(printed, "wb") as output:
+                for number in (1, 2):
+                    os.dup2(output.fileno(), number)
+            os._exit(main(ranks, script, arguments))
+        print(os.waitpid(pid, 0)[1], flush=True)
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    if len(sys.argv) == 1:
+        serve()
+    else:
+        sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

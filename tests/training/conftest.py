@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -313,9 +313,9 @@ Result = tuple[str, str, int]
 def both(keeper: Keeper, tmp_path: Path) -> Callable[..., tuple[Result, Result]]:
     """Runs arguments with the real Python and with the stub; (stdout, stderr, return code) of each."""
 
-    def run(*arguments: str, **variables: str) -> tuple[Result, Result]:
+    def run(*arguments: str, pythons: Sequence[str] = (sys.executable, ""), **variables: str) -> tuple[Result, Result]:
         results = []
-        for python in (sys.executable, str(keeper.stub)):
+        for python in (one or str(keeper.stub) for one in pythons):
             environment = {**keeper.environment, "RANK": "0", "LOCAL_RANK": "0", **variables}
             if python != sys.executable:
                 environment = {
