@@ -250,9 +250,8 @@ class UndisturbedRuns:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps([str(log), ranks, *training]), file=self._process.stdin, flush=True)
-        answered = select.select([self._process.stdout], [], [], 180)[0]
-        if answered:
-            return self._process.stdout.readline() == "0\n"
+        if select.select([self._process.stdout], [], [], 180)[0] and (answer := self._process.stdout.readline()):
+            return answer == "0\n"
         self.close()
         return False
 

@@ -35,6 +35,7 @@ def test_a_node_is_lost_with_its_disk_while_the_shared_folder_is_away(supervise:
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(75)
 def test_node_and_peer_are_lost_and_the_published_checkpoint_is_left(supervise: Supervise, tmp_path: Path) -> None:
     with Cluster(supervise, tmp_path, spares=2, hold=25, pace=0.1) as cluster:
         cluster.wait_tier("published", 10)

@@ -313,6 +313,7 @@ def test_every_kind_of_damage_in_every_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(50)
 def test_thousands_of_mutations(tmp_path: Path) -> None:
     seen = mutations(1500, 2, tmp_path)
     assert sum(one.outcome in ("seen", "harmless") for one in seen) > 0.8 * len(seen)

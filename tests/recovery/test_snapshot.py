@@ -398,7 +398,9 @@ for line in sys.stdin:                       # a start: from this step on
 """
 
 
-@pytest.mark.parametrize("kills", [40, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "kills", [40, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.lasts(50), pytest.mark.timeout(900)])]
+)
 def test_a_kill_at_any_moment_leaves_the_snapshot_before(
     kills: int, slots: list[snapshot_memory.Slot], monkeypatch: pytest.MonkeyPatch
 ) -> None:

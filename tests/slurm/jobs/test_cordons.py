@@ -23,6 +23,7 @@ def lose_a_gpu(cluster: Any, job: Any, node: str = "node2", rank: int = 1) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(80)
 def test_a_gpu_falls_off_the_bus_and_its_rank_trains_on(cluster: Any, submit: Submit) -> None:
     """The node leaves when a checkpoint has just become complete, and is drained."""
     job = submit(nodes=3, spares=1, pace=0.8)

@@ -176,7 +176,7 @@ QUICK = ("gives_orders", "is_no_json", "lies", "never_answers")
     "chosen",
     [
         pytest.param(QUICK, id="some"),
-        pytest.param((), id="all", marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
+        pytest.param((), id="all", marks=[pytest.mark.slow, pytest.mark.lasts(70), pytest.mark.timeout(400)]),
     ],
 )
 def test_whatever_a_server_does_everything_is_as_it_was(
