@@ -336,6 +336,8 @@ class Assignment(Frozen, frozen=True, kw_only=True, tag="assignment"):
     space: SpaceWanted | None = None
     tests: NodeTestOrder | None = None
     """Active tests to be made now, where no rank of the job runs on the node."""
+    on_probation: bool = False
+    """The node was repaired lately: its probes look twice as often."""
     wake: tuple[int, ...] = ()
     """Ranks to be continued with SIGCONT (once for each `wake_number`)."""
     wake_number: int = 0

@@ -14,16 +14,18 @@ from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Frozen
 from recovery.checkpoint import Judgement, RankLayout, Resume
 from recovery.incident_memory import Correction, Recurrence
+from recovery.ledger import TestResult
 from recovery.policy import Mode, Plan
 from recovery.swaps import Cause
 from recovery.tiers import Tier
-from supervisor.messages import Outcome, Stage
+from supervisor.messages import Outcome, Stage, SuiteName
 from supervisor.node_diff import Difference
 
 PHASES = ("detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_step")
 """The phases of a recovery. `detect`: failure to incident; `diagnose`: to the verdict; `decide`: to the assignments for
-the next attempt (back-off, nodes and approval are waited for here); `stop`: until the first launcher is back in
-rendezvous; `rendezvous`: until all are; `start`: until all workers have started; `first_step`: until the first step."""
+the next attempt (back-off, tests of suspects, nodes and approval are waited for here); `stop`: until the first launcher
+is back in rendezvous; `rendezvous`: until all are; `start`: until all workers have started; `first_step`: until the
+first step."""
 
 JobStateName = Literal["IDLE", "STARTING", "RUNNING", "DIAGNOSING", "RECOVERING", "SUCCEEDED", "FAILED", "STOPPED"]
 """STOPPED: somebody asked for it (an operator, a signal, the scheduler): no failure."""
@@ -73,6 +75,8 @@ class SuspectTestsView(Frozen, frozen=True, kw_only=True):
     """Who does well with others, and fails together."""
     unknown: str = ""
     """Why nobody could be named, in words."""
+    text: str = ""
+    """All of it, in words."""
 
 
 class IncidentView(Frozen, frozen=True, kw_only=True):
@@ -296,6 +300,18 @@ class SwapView(Frozen, frozen=True, kw_only=True):
     """In words."""
 
 
+class NodeTestsView(Frozen, frozen=True, kw_only=True):
+    """Active tests that a node makes, or has made, by itself (`unbroken qualify`)."""
+
+    node: str
+    suite: SuiteName
+    by: str
+    running: bool
+    problem: str = ""
+    """Why they were not made, or not to the end, in words."""
+    results: tuple[TestResult, ...] = ()
+
+
 class HungView(Frozen, frozen=True, kw_only=True):
     """A diagnosed hang that lasts and that nobody acts on."""
 
@@ -375,5 +391,7 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """A diagnosed hang that lasts: also one whose restart waits for an operator."""
     swaps: tuple[SwapView, ...] | msgspec.UnsetType = msgspec.UNSET
     """Nodes that should leave, and when; only where there are any."""
+    tests: tuple[NodeTestsView, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of idle nodes by themselves, the newest of each; only where there were any."""
     restart: RestartView | None = None
     """What a restart would resume from now, and lose; None: the job has ended."""

@@ -17,8 +17,9 @@ from typing import Any, Final, NamedTuple
 from msgspec.structs import replace
 
 from diagnosis.signals import clean_line
-from recovery.active_verdicts import LESS_IS_BETTER, Figure
+from recovery.active_verdicts import LESS_IS_BETTER, Figure, judge, to_repeat
 from recovery.group_tests import GroupPart
+from recovery.ledger import TestResult
 from supervisor.active.children import ChildReport, WarmParent, run_children
 from supervisor.errors import ActiveTestsImpossible, CheckRefused
 from supervisor.node_health.check import Options, answer, table
@@ -144,6 +145,31 @@ def run_node(bench: ActiveSetup, devices: Devices, suite: Suite, tests: Sequence
     if len(devices.devices) > 1 and left_s > 5.0 and (not tests or PEERS in tests):
         figures += figures_of(bench.node, bench.run([{"do": "peers"}], left_s), time.time(), PEERS)
     return mark_busy(figures, busy)
+
+
+def run_alone(
+    bench: ActiveSetup,
+    devices: Devices,
+    suite: Suite,
+    families: Sequence[str] | None = None,
+    *,
+    earlier: Sequence[Figure] = (),
+    floors: Mapping[str, float] | None = None,
+) -> tuple[TestResult, ...]:
+    """The node's devices, compared with each other and with what other nodes gave before. Blocks.
+
+    `families`: of `NODE_FAMILIES`; None: all.
+    """
+    started = time.monotonic()
+    wanted = list(NODE_FAMILIES) if families is None else list(families)
+    figures = run_node(bench, devices, suite, wanted) if wanted else []
+    others = [one for one in earlier if one.node != bench.node]
+    results = judge(figures, earlier=others, floors=floors)
+    repeat = sorted({family for _, _, test in to_repeat(results, figures) for family in families_of(test)})
+    if repeat and suite.whole_s - (time.monotonic() - started) >= suite.node_s:
+        again = run_node(bench, devices, suite, repeat)
+        results = judge(figures, earlier=others, again=again, floors=floors)
+    return results
 
 
 BUSY: Final = ("gpu_processes_foreign", "gpu_memory_zombie")

@@ -46,6 +46,7 @@ from supervisor.agent.reconcile import (
     WakeRanks,
 )
 from supervisor.agent.state import AgentState
+from supervisor.agent.tester import NodeTester
 from supervisor.agent.tracing import Tracer
 from supervisor.blocking import BlockingCalls, timeout
 from supervisor.files import write_atomically
@@ -232,10 +233,11 @@ class ActionRunner:
         checkpoints: CheckpointMonitor,
         mover: MoverRunner,
         tracer: Tracer,
+        tester: NodeTester,
     ) -> None:
         self._state = state
         self._mover = mover
-        self._tracer = tracer
+        self._tracer, self._tester = tracer, tester
         self._plan = state.plan
         self._keeper = keeper
         self._launcher = launcher
@@ -324,6 +326,7 @@ class ActionRunner:
         The controller gets what was found before it gets `prepared`; where that changes the plan, the job forms another
         attempt. Nothing is touched that this node does not know to be the job's, whatever the assignment says.
         """
+        await self._tester.rest()
         back = tuple(step for step in assignment.prepare if isinstance(step, PutBack))
         if back and not await self._carry_out(back):  # the mover must see what comes back, and not fetch it
             return

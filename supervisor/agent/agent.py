@@ -40,6 +40,7 @@ from supervisor.agent.reconcile import Collect, launcher_state, out_of_bounds, r
 from supervisor.agent.snapshots import SnapshotMonitor
 from supervisor.agent.space import SpaceMonitor
 from supervisor.agent.state import AgentState
+from supervisor.agent.tester import NodeTester
 from supervisor.agent.tracing import Tracer
 from supervisor.config import NodePlan, load_site_or_default, read_plan, use_rules
 from supervisor.errors import KeeperError
@@ -71,14 +72,15 @@ class JobMonitor:
         self._visible = variables.get("CUDA_VISIBLE_DEVICES", "")
         """The launcher's, which the ranks inherit. What a script sets for itself shows only in the GPUs' processes."""
 
-    def info(self, workers: Sequence[WorkerProcess]) -> JobInfo:
+    def info(self, workers: Sequence[WorkerProcess], on_probation: bool = False) -> JobInfo:
         now = time.monotonic()
         if now >= self._next_clock_at:
             self._clock = self._read_clock(now)
             self._next_clock_at = now + (CLOCK_EVERY_S if self._clock.clock_offset_s is not None else 5.0)
-        made_of = (workers, self._clock, self._checkpoints.changes, self._checkpoints.folders)
+        made_of = (workers, self._clock, self._checkpoints.changes, self._checkpoints.folders, on_probation)
         if made_of != self._made_of:
-            self._made_of, self._info = made_of, self._look(workers)
+            self._made_of = made_of
+            self._info = msgspec.structs.replace(self._look(workers), on_probation=on_probation)
         return self._info
 
     def _look(self, workers: Sequence[WorkerProcess]) -> JobInfo:
@@ -120,8 +122,10 @@ class HeartbeatBuilder:
         health: HealthMonitor,
         snapshots: SnapshotMonitor,
         mover: MoverRunner,
+        tester: NodeTester,
     ) -> None:
         self._state = state
+        self._tester = tester
         self._link = link
         self._ranks = ranks
         self._checkpoints = checkpoints
@@ -171,6 +175,7 @@ class HeartbeatBuilder:
             inventory=self._health.inventory if new_inventory else None,
             space=state.space,
             done=state.done_at is not None,
+            tests=self._tester.report,
         )
 
     def _is_new(self) -> tuple[bool, bool, bool]:
@@ -283,8 +288,16 @@ class NodeAgent:
         self._evidence = EvidenceCollector(state, self._ranks, self._health.current_findings)
         self._mover = MoverRunner(state, self._checkpoints)
         self._tracer = Tracer(state, self._ranks)
+        self._tester = NodeTester(state, lambda: self._link.address)
         self._actions = ActionRunner(
-            state, self._keeper, self._launcher, self._evidence, self._checkpoints, self._mover, self._tracer
+            state,
+            self._keeper,
+            self._launcher,
+            self._evidence,
+            self._checkpoints,
+            self._mover,
+            self._tracer,
+            self._tester,
         )
         self._orphan = OrphanHandler(state, self._link, self._ranks, self._keeper)
         self._drain_requests = DrainRequests(state, site.drain_requests)
@@ -294,7 +307,7 @@ class NodeAgent:
 
         # What it reports.
         self._heartbeat = HeartbeatBuilder(
-            state, self._link, self._ranks, self._checkpoints, self._health, self._snapshots, self._mover
+            state, self._link, self._ranks, self._checkpoints, self._health, self._snapshots, self._mover, self._tester
         )
         self._metrics = metrics_port(plan, self._health, self._link, self._ranks, self._mover)
         state.notices.report(site_problem)
@@ -337,6 +350,7 @@ class NodeAgent:
             server.close()
             self._leave_kernel_log()
             self._tracer.close()
+            self._tester.follow(None)
             self._state.work.cancel()
             for task in (*tasks, mover):
                 task.cancel()
@@ -516,7 +530,7 @@ class NodeAgent:
         )
         state.written_folders = self._checkpoints.folders
         self._mover.follow()
-        self._health.update(self._job.info(workers))
+        self._health.update(self._job.info(workers, assignment is not None and assignment.on_probation))
         self._space.follow(assignment.space if assignment is not None else None)
         if assignment is not None:
             self._drain_requests.follow(assignment.drain_request)
@@ -562,6 +576,7 @@ class NodeAgent:
         assignment = self._state.assignment
         if assignment is None:
             return
+        self._tester.follow(assignment.tests)
         for action in reconcile(assignment, self._state.situation(may_launch=self._actions.may_launch)):
             if isinstance(action, Collect):
                 self._look(time.monotonic())  # evidence has what the ranks have written until now

@@ -25,6 +25,7 @@ from supervisor.messages import Assignment, LauncherState, Round
 LONGEST_GRACE_S = 3600.0
 LONGEST_EVIDENCE_S = 300.0
 LONGEST_TRACE_S = 600.0
+LONGEST_TESTS_S = 600.0
 TRACED_STEPS = 100
 TRACED_RANKS = 64
 ATTEMPTS = 10_000_000
@@ -52,7 +53,8 @@ def out_of_bounds(assignment: Assignment, node: str) -> str:
         return f"its stop signal is {assignment.stop_signal[:20]!r}"
     if not _within(assignment.grace_s, LONGEST_GRACE_S):
         return f"its grace period is {assignment.grace_s} s"
-    return _round(assignment) or _evidence(assignment) or _trace(assignment) or _paths(assignment) or _tiers(assignment)
+    bounds = (_round, _evidence, _trace, _tests, _paths, _tiers)
+    return next((why for look in bounds if (why := look(assignment))), "")
 
 
 def _round(assignment: Assignment) -> str:
@@ -88,6 +90,17 @@ def _trace(assignment: Assignment) -> str:
     if not _within(asked.budget_s, LONGEST_TRACE_S) or len(asked.ranks) > TRACED_RANKS:
         return f"its trace may take {asked.budget_s} s, of {len(asked.ranks)} ranks"
     return ""
+
+
+def _tests(assignment: Assignment) -> str:
+    asked = assignment.tests
+    if asked is None:
+        return ""
+    if not _within(asked.budget_s, LONGEST_TESTS_S):
+        return f"its tests may take {asked.budget_s} s"
+    if asked.world and not (0 <= asked.first_rank < asked.world <= RANKS and _HOST.fullmatch(asked.host)):
+        return f"its group of tests gives this node the place {asked.first_rank} of {asked.world}"
+    return "" if 0 <= asked.port < 65536 else f"its group of tests meets at port {asked.port}"
 
 
 def _paths(assignment: Assignment) -> str:

@@ -11,16 +11,18 @@ import time
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import click
 import msgspec
 
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import FailureClass
+from supervisor.cli.job_commands import JobHandle, job_options_later, send, status_from_journal
 from supervisor.cli.nodes import keep_results
-from supervisor.cli.output import print_answer, warn
-from supervisor.errors import ActiveTestsImpossible, ConfigError, ExitCode, LaunchRefused, UnbrokenError
+from supervisor.cli.output import operator_name, print_answer, warn
+from supervisor.errors import ActiveTestsImpossible, ConfigError, ExitCode, JobNotFound, LaunchRefused, UnbrokenError
+from supervisor.messages import CommandRequest
 
 if TYPE_CHECKING:
     from recovery.active_verdicts import Figure
@@ -28,9 +30,6 @@ if TYPE_CHECKING:
     from supervisor.active.meeting import SuiteAnswer
     from supervisor.active.shapes import JobShapes
     from supervisor.active.suite import ActiveSetup
-
-FLOORS = "active_tests"
-"""`[limits.active_tests] TEST = NUMBER` of the site file: what a site demands, whatever others of the kind have."""
 
 
 class ActiveOptions(NamedTuple):
@@ -72,7 +71,7 @@ def check_active(options: ActiveOptions) -> int:
         if lines:
             click.echo(lines[0])
         return 1 if lines else 0
-    print_answer(as_json(answer), options.as_json, lambda _: show(answer))
+    print_answer(as_json_answer(answer), options.as_json, lambda _: show(answer))
     return exit_code(answer)
 
 
@@ -210,20 +209,13 @@ def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting, earlie
 
 def _alone(bench: ActiveSetup, options: ActiveOptions, earlier: Sequence[Figure]) -> SuiteAnswer:
     """This node's devices, compared with each other, and with what the ledger has of other nodes."""
-    from recovery.active_verdicts import judge, to_repeat
     from supervisor.active.meeting import SuiteAnswer
-    from supervisor.active.suite import NODE_FAMILIES, SUITES, families_of, find_devices, run_node
+    from supervisor.active.suite import NODE_FAMILIES, SUITES, find_devices, run_alone
 
     suite, started = SUITES[options.suite], time.monotonic()
     devices = find_devices(bench, suite)
     families = [one for one in NODE_FAMILIES if not options.only or any(fnmatch(one, key) for key in options.only)]
-    figures = run_node(bench, devices, suite, families) if families else []
-    others = [one for one in earlier if one.node != bench.node]
-    results = judge(figures, earlier=others, floors=options.floors)
-    repeat = sorted({family for _, _, test in to_repeat(results, figures) for family in families_of(test)})
-    if repeat and suite.whole_s - (time.monotonic() - started) >= suite.node_s:
-        again = run_node(bench, devices, suite, repeat)
-        results = judge(figures, earlier=others, again=again, floors=options.floors)
+    results = run_alone(bench, devices, suite, families, earlier=earlier, floors=options.floors)
     return SuiteAnswer(suite=suite.name, seconds=round(time.monotonic() - started, 1), results=results)
 
 
@@ -252,7 +244,7 @@ def _earlier() -> tuple[Figure, ...]:
 # ----- the answer -----
 
 
-def as_json(answer: SuiteAnswer) -> dict[str, Any]:
+def as_json_answer(answer: SuiteAnswer) -> dict[str, Any]:
     word = {0: "ok", 2: "critical"}.get(exit_code(answer), "unknown")
     return {"schema": 1, "status": word, "exit_code": exit_code(answer), **msgspec.to_builtins(answer)}
 
@@ -336,27 +328,66 @@ def _conclusions(answer: SuiteAnswer) -> list[str]:
 
 # ----- the way back -----
 
+LOOK_EVERY_S = 1.0
+
+
+def _qualify_in_job(node: str, suite: str, as_json: bool, where: Mapping[str, str]) -> NoReturn:
+    """The node's agent makes the tests. Ends with the exit code; raises ActiveTestsImpossible."""
+    from recovery.ledger import TestResult
+    from supervisor.active.meeting import SuiteAnswer
+    from supervisor.active.suite import SUITES
+
+    try:
+        job = JobHandle(where["job_dir"], where["address"], where["token_file"], where["slurm_job"])
+    except JobNotFound:
+        raise ActiveTestsImpossible(
+            f"this is not {node}, and there is no job here whose spare it could be: run it on {node} "
+            f"(`srun -w {node} unbroken qualify`, or ssh), or name its job with --job-dir"
+        ) from None
+    answer = send(CommandRequest(command="qualify", argument=f"{node} {suite}", by=operator_name()), job)
+    if answer.get("refused"):
+        raise ActiveTestsImpossible("; ".join(answer["notes"]))
+    if not as_json:
+        warn(f"{node} tests itself: at most {SUITES[suite].whole_s:.0f} s")
+    began = time.monotonic()
+    while True:
+        time.sleep(LOOK_EVERY_S)
+        told = job.read("/v1/status", status_from_journal)
+        found = next((one for one in told.get("tests") or () if one["node"] == node), None)
+        if found is None or told["outcome"] is not None:
+            raise ActiveTestsImpossible("the job ended before the tests did")
+        if not found["running"]:
+            break
+    if found["problem"] and not found["results"]:
+        raise ActiveTestsImpossible(f"{node} was not tested: {found['problem']}")
+    results = tuple(msgspec.convert(one, TestResult) for one in found["results"])
+    done = SuiteAnswer(suite=suite, seconds=round(time.monotonic() - began, 1), results=results)
+    print_answer(as_json_answer(done), as_json, lambda _: show(done))
+    code = exit_code(done)
+    if code == 0 and not as_json:
+        click.echo(f"nothing failed: `unbroken uncordon {node}` lets this job use a cordoned node again")
+    sys.exit(code)
+
 
 @click.command()
 @click.argument("node", required=False, default="")
 @click.option("--suite", type=click.Choice(["quick", "full"]), default="full", help="How long it may take.  [full]")
 @click.option("--python", default="", metavar="PATH", help="The training environment's Python.  [torchrun's]")
-@click.option("--json", "json_wanted", is_flag=True, help="JSON, documented in docs/active-tests.md.")
-def qualify(node: str, suite: str, python: str, json_wanted: bool) -> None:
+@job_options_later
+def qualify(as_json: bool, node: str, suite: str, python: str, **where: str) -> None:
     """Test NODE before it is used again.
 
-    Run it on the node itself: its devices are tried, and compared with each other. It never changes a cordon: it ends
-    with the command that would.
+    On the node itself its devices are tried, and compared with each other. Of a running job, a spare or a cordoned
+    node can be named from anywhere: its agent makes the tests. It never changes a cordon: it ends with the command
+    that would.
 
     Exit code 0 nothing failed, 2 a test failed, 3 nothing could be tested.
     """
     here = os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
     if node and node not in (here, here.partition(".")[0]):
-        raise ActiveTestsImpossible(
-            f"this is {here}: run it on {node} (`srun -w {node} unbroken qualify`, or ssh), for a node tests itself"
-        )
-    code = check_active(ActiveOptions(suite=suite, node=here, python=python, as_json=json_wanted))
-    if code == 0 and not json_wanted:
+        _qualify_in_job(node, suite, as_json, where)
+    code = check_active(ActiveOptions(suite=suite, node=here, python=python, as_json=as_json))
+    if code == 0 and not as_json:
         click.echo(f"nothing failed: `unbroken uncordon {here}` lets jobs use it again")
     elif code == 2:
         warn(f"{here} is not fit: leave it cordoned")

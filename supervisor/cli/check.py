@@ -192,7 +192,8 @@ def _active(
     beside_jobs: bool,
 ) -> int:
     """The active tests. As Slurm's program: a fault of ours never drains a node."""
-    from supervisor.cli.active import FLOORS, ActiveOptions, check_active
+    from supervisor.active.tester import FLOORS
+    from supervisor.cli.active import ActiveOptions, check_active
 
     meet, nodes, rank = place
     try:

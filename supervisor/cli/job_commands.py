@@ -73,6 +73,11 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(found, JOB_OPTIONS)
 
 
+def job_options_later(command: Callable[..., None]) -> Callable[..., None]:
+    """The same options, of a command that looks for a job only where it needs one."""
+    return with_options(command, JOB_OPTIONS)
+
+
 class JobHandle:
     """The job that a command is about: where its folder is, and how to ask its controller."""
 

@@ -153,6 +153,12 @@ def _run_options(command: F) -> F:
         click.option(
             "--traceable", is_flag=True, help="Let `unbroken trace` have ranks make traces (torch 2.7 and newer)."
         ),
+        click.option(
+            "--no-tests",
+            "no_tests",
+            is_flag=True,
+            help="Do not test suspected nodes before a restart, nor repaired spares a day later.",
+        ),
         click.option("--quiet", "-q", is_flag=True, default=None, help="Print only unbroken's final status line."),
         click.option("--json", "as_json", is_flag=True, help="The outcome as JSON on the last line of stderr."),
     ]
@@ -169,6 +175,7 @@ def run(
     spare: bool,
     nproc_per_node: str | None,
     traceable: bool,
+    no_tests: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -184,7 +191,12 @@ def run(
     settings = config.load_here(settings_given(flags)).settings
     _check(settings)
     options = front.RunOptions(
-        settings=settings, spare=spare, nproc_per_node=nproc_per_node, json=as_json, traceable=traceable
+        settings=settings,
+        spare=spare,
+        nproc_per_node=nproc_per_node,
+        json=as_json,
+        traceable=traceable,
+        test_suspects=not no_tests,
     )
     sys.exit(front.main(options, list(command)))
 

@@ -134,8 +134,31 @@ def _node(record: NodeRecord, *, whole: bool) -> dict[str, Any]:
         "proposals": [_cordon(one) for one in record.proposals],
         "probation_until": _at(record.probation_until),
         "retest_due": record.retest_due,
+        "tests": _tests(record),
     }
     return {**answer, "history": [_event(one) for one in record.events]} if whole else answer
+
+
+def _tests(record: NodeRecord) -> dict[str, Any]:
+    """The newest verdict of each active test, of all devices the worst; when the newest was made."""
+    newest: dict[tuple[str, str], TestResult] = {}
+    for entry in record.events:
+        if isinstance(entry.what, TestResult):
+            newest[entry.what.test, entry.what.gpu] = entry.what
+    found = {verdict: sorted({one.test for one in newest.values() if one.verdict == verdict}) for verdict in VERDICTS}
+    return {**found, "at": _at(max((one.at for one in newest.values()), default=None))}
+
+
+VERDICTS = ("fail", "unknown", "pass")
+
+
+def _tested(tests: dict[str, Any]) -> str:
+    if tests["at"] is None:
+        return ""
+    from supervisor.cli import render
+
+    failed = f"failed: {', '.join(tests['fail'][:4])}" if tests["fail"] else f"{len(tests['pass'])} passed"
+    return f"{failed} ({render.clock(tests['at'])[:10]})"
 
 
 def _at(at: float | None) -> str | None:
@@ -193,8 +216,10 @@ def _show_all(answer: dict[str, Any]) -> None:
     counts = Counter(one["state"].lower() for one in found)
     counts["lemon"] = sum(one["lemon"] for one in found)
     said = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()) if count)
-    cells = ((one["node"], one["state"], f"{one['score']:g}", "; ".join(_why(one))) for one in found)
-    render.rows(("node", "state", "score", "why"), cells, below=f"{len(found)} nodes: {said}")
+    cells = (
+        (one["node"], one["state"], f"{one['score']:g}", _tested(one["tests"]), "; ".join(_why(one))) for one in found
+    )
+    render.rows(("node", "state", "score", "tests", "why"), cells, below=f"{len(found)} nodes: {said}")
 
 
 def _show_node(answer: dict[str, Any]) -> None:

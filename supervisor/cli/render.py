@@ -578,8 +578,8 @@ def why(answer: dict[str, Any]) -> None:
         parts.append(_field("opinion", "a model is asked, and has not answered yet"))
     if plan is not None:
         parts.append(_field("plan", f"{plan['kind']}: {plan['why']}"))
-    if one.get("revised"):
-        parts.append(_field("at first", f"{one['revised']} (then more evidence came)"))
+    parts += [_field("at first", f"{one['revised']} (then more evidence came)")] if one.get("revised") else []
+    parts += [_field("tested", one["tests"]["text"])] if one.get("tests") else []
     if plan is not None:
         parts += [_field("cordoned", _cordon(cordon)) for cordon in plan["cordons"]]
     if one["next_attempt"] is not None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 import msgspec
 
-from supervisor.cli.job_commands import JOB_OPTIONS, JobHandle, send, status_from_journal, with_options
+from supervisor.cli.job_commands import JobHandle, job_options_later, send, status_from_journal
 from supervisor.cli.output import operator_name, print_answer, warn
 from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
 from supervisor.messages import CommandRequest
@@ -45,18 +45,13 @@ def _ranks(_: click.Context, parameter: click.Parameter, value: str | None) -> t
     return tuple(sorted(found))
 
 
-def _job_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Where the job is. With files there need not be one, so it is looked for later."""
-    return with_options(command, JOB_OPTIONS)
-
-
 @click.command()
 @click.argument("files", nargs=-1, metavar="[FILE...]", type=click.Path(path_type=Path))
 @click.option("--ranks", callback=_ranks, metavar="R,R-R", help="Ask these ranks.  [a few, the slow ones among them]")
 @click.option("--steps", type=click.IntRange(1, 100), default=3, metavar="N", help="Trace N whole steps.  [3]")
 @click.option("--wait", "wait_s", type=click.IntRange(1, 600), default=60, metavar="S", help="Wait S seconds.  [60]")
 @click.option("--input", "of_input", is_flag=True, help="Say which stage of loading data is slow; works in every job.")
-@_job_options
+@job_options_later
 def trace(
     as_json: bool,
     files: tuple[Path, ...],

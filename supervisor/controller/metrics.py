@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, get_args
 
 from diagnosis.taxonomy import FailureClass
 from recovery.cordon import breaker_limit
+from recovery.group_tests import PAIR_TEST
 from recovery.ledger import NodeRecord
 from recovery.policy import Mode
 from recovery.snapshot_choice import RankSnapshot
@@ -55,6 +56,7 @@ def job_samples(job: Job, now: float, newest: Newest | None = None) -> Iterator[
     yield from _nodes(job, now)
     yield from _cordons(job, now)
     yield from _swaps(job)
+    yield from _tests(job)
 
 
 def _state(job: Job) -> Iterator[Sample]:
@@ -233,6 +235,21 @@ def _swaps(job: Job) -> Iterator[Sample]:
         yield Sample("unbroken_job_swaps", states_of[state], (state,))
     for cause in get_args(Cause):
         yield Sample("unbroken_job_swaps_made_total", job.swaps.made.get(cause, 0), (cause,))
+
+
+def _tests(job: Job) -> Iterator[Sample]:
+    """The worst verdict of all devices of a node counts."""
+    worst: dict[tuple[str, str], str] = {}
+    verdicts = ("fail", "unknown", "pass")
+    for node, results in job.tests.results.items():
+        for (test, _), one in results.items():
+            key = (node, PAIR_TEST if test == PAIR_TEST else "node")
+            worst[key] = min(worst.get(key, one.verdict), one.verdict, key=verdicts.index)
+    nodes = dict.fromkeys(node for (node, _), _ in sorted(worst.items(), key=lambda one: verdicts.index(one[1])))
+    named = [node for node in nodes if _SAFE.fullmatch(node)][:CORDONS_NAMED]
+    for (node, test), verdict in worst.items():
+        if node in named:
+            yield from states("unbroken_job_active_test_verdict", verdicts, verdict, (node, test))
 
 
 def _cordons(job: Job, now: float) -> Iterator[Sample]:

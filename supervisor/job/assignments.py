@@ -9,6 +9,7 @@ import msgspec
 
 from supervisor.job.attempts import Attempts, Space
 from supervisor.job.core import Core
+from supervisor.job.ledger import ClusterLedger
 from supervisor.job.mirrors import SnapshotPlan
 from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Node, Nodes
@@ -31,9 +32,11 @@ class Assignments:
         space: Space,
         traces: Traces,
         tests: NodeTests,
+        ledger: ClusterLedger,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
-        self._scheduler, self._space, self._traces, self._tests = scheduler, space, traces, tests
+        self._scheduler, self._space, self._traces = scheduler, space, traces
+        self._tests, self._ledger = tests, ledger
         self.sent: dict[str, Assignment] = {}
         """Node -> its newest assignment."""
         self._version = 0
@@ -176,6 +179,7 @@ class Assignments:
             evidence=node.request,
             trace=self._traces.of(node.name),
             tests=self._tests.order(node.name),
+            on_probation=self._ledger.on_probation(node.name),
             wake=node.wake,
             wake_number=node.wake_number,
             ask=node.ask if member else "",

@@ -1129,7 +1129,8 @@ class Incidents:
         yield from self._leave_out(record, plan, by_operator)
         tested = record.suspects and not by_operator and self._core.mode == "enforce"
         if tested and (yield from self._tests.begin(record.id, record.suspects)):  # the next attempt waits for them
-            record.tests = SuspectTestsView(suspects=record.suspects)
+            text = f"{', '.join(record.suspects)}: the tests are under way"
+            record.tests = SuspectTestsView(suspects=record.suspects, text=text)
         at_once = by_operator and self._core.paused  # nothing would go on by itself after a back-off
         yield NextAttempt(0.0 if at_once else plan.delay_s, by_operator)
 
@@ -1162,8 +1163,7 @@ class Incidents:
             between=found.links[:TESTED_SHOWN] if found is not None else (),
             unknown=want.unknown or _why_unknown(found),
         )
-        record.mark("test", self._core.now)
-        yield record.note(
+        told = record.note(
             "suspects_known",
             loud=True,
             failed=tuple(record.tests.failed),
@@ -1173,6 +1173,8 @@ class Incidents:
             unknown=record.tests.unknown,
             took_s=want.took_s,
         )
+        record.tests = msgspec.structs.replace(record.tests, text=text_of(told, behind_id=True))
+        yield told
         if named and record.closed_at is None and not record.replanned:
             yield from self._leave_out_tested(record, named)
         yield Proceed()

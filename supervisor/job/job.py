@@ -203,7 +203,9 @@ class Job:
             ledger,
             self.memory,
         )
-        self.assignments = Assignments(core, nodes, attempts, self.scheduler, self.space, self.traces, self.tests)
+        self.assignments = Assignments(
+            core, nodes, attempts, self.scheduler, self.space, self.traces, self.tests, ledger
+        )
         self.story: deque[StoryLine] = deque(maxlen=STORY_KEPT)
         self.skew: tuple[Difference, ...] = ()
         """What is not the same on all nodes, as compared last."""
@@ -579,6 +581,7 @@ class Job:
             yield note("node_back" if back else "node_joined", node=node.name, host=node.host)
         if known is None:
             yield from self.ledger.joined(node.name)
+            yield from self.tests.retest()
         if back and not event.host:
             yield from self.incidents.node_back(node.name)
         yield from self._refresh_and_proceed()
@@ -724,6 +727,7 @@ class Job:
     def _ledger_seen(self, event: m.LedgerSeen) -> Wants:
         """Nodes in use stay until the next checkpoint, or the end of the attempt."""
         out = yield from self.ledger.seen(event)
+        yield from self.tests.retest()
         attempt = self.attempt
         if self.is_over:
             return

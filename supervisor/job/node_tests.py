@@ -32,6 +32,7 @@ from supervisor.job.core import Core, SuspectsTested, Timer, Wants, WantsAnd, ca
 from supervisor.job.ledger import ClusterLedger
 from supervisor.job.nodes import Nodes
 from supervisor.notes import note
+from supervisor.view import NodeTestsView
 
 LIMIT_S: Final = 60.0
 """For all rounds together."""
@@ -43,6 +44,8 @@ LEAST_S: Final = 15.0
 """With less time left no round is begun."""
 AGAIN_S: Final = 600.0
 """Suspects that were tested so lately are not tested again."""
+RETEST_APART_S: Final = 86400.0
+"""A test after a repair that said nothing is not made again sooner."""
 SUITE_S: Final[dict[m.SuiteName, float]] = {"quick": 60.0, "full": 600.0}
 SLACK_S: Final = 60.0
 """What a suite may take besides: it waits for ranks to end and for torch, and a node may be slow to answer."""
@@ -50,6 +53,7 @@ MOST_DEVICES: Final = 64
 RESULTS_KEPT: Final = 64
 """Of one node: as many tests, of all of its devices."""
 NODES_KEPT: Final = 1000
+ENDED_KEPT: Final = 32
 WRITTEN: Final = 256
 """Results of one series that the ledger gets."""
 
@@ -99,6 +103,10 @@ class NodeTests:
         self._alone: dict[str, _Alone] = {}
         self._tested_at: dict[str, float] = {}
         """Suspects -> when their tests ended."""
+        self._retested_at: dict[str, float] = {}
+        """Nodes on probation -> when they began to test themselves."""
+        self._ended: dict[str, NodeTestsView] = {}
+        """Of nodes that have tested themselves, the newest."""
         self.results: dict[str, dict[tuple[str, str], TestResult]] = {}
         """Node -> test and GPU -> the newest result."""
 
@@ -129,6 +137,14 @@ class NodeTests:
             host=first.address,
             port=first.port,
         )
+
+    def view(self) -> tuple[NodeTestsView, ...]:
+        """Of nodes by themselves."""
+        now = {
+            name: NodeTestsView(node=name, suite=one.order.suite or "full", by=one.by, running=True)
+            for name, one in self._alone.items()
+        }
+        return tuple({**self._ended, **now}.values())
 
     # ----- an incident's suspects -----
 
@@ -311,6 +327,21 @@ class NodeTests:
         self._nodes.touch(name)
         yield note("qualify_begins", node=name, suite=suite, at_most=SUITE_S[suite])
 
+    def retest(self) -> Wants:
+        """Idle nodes that were repaired a day ago test themselves once, where that is allowed."""
+        core, attempt = self._core, self._attempts.current
+        if not core.spec.test_suspects or core.mode != "enforce" or core.paused or core.is_over:
+            return
+        used = attempt.member_set if attempt is not None and not attempt.over else frozenset()
+        for node in list(self._nodes):
+            known = self._ledger.of(node.name)
+            due = known is not None and known.retest_due and not known.cordon
+            if not due or not node.present or node.name in used or self.order(node.name) is not None:
+                continue
+            if core.now - self._retested_at.get(node.name, -RETEST_APART_S) >= RETEST_APART_S:
+                self._retested_at[node.name] = core.now
+                yield from self.test_alone(node.name, "quick", "policy")
+
     def make_way(self, members: Iterable[str]) -> Wants:
         """The next attempt starts on these nodes: what they test is given up."""
         for name in [name for name in members if name in self._alone]:
@@ -326,7 +357,18 @@ class NodeTests:
         yield from self._end_alone(name, report.problem, found)
 
     def _end_alone(self, name: str, problem: str, found: Sequence[TestResult] = ()) -> Wants:
-        del self._alone[name]
+        alone = self._alone.pop(name)
+        self._ended.pop(name, None)
+        self._ended[name] = NodeTestsView(
+            node=name,
+            suite=alone.order.suite or "full",
+            by=alone.by,
+            running=False,
+            problem=problem,
+            results=tuple(found),
+        )
+        while len(self._ended) > ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
         self._nodes.touch(name)
         if self._series is None:
             yield from self._set_timer()

@@ -19,6 +19,7 @@ from supervisor.job.attempts import Attempt, Attempts
 from supervisor.job.core import Core
 from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Incidents
+from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
 from supervisor.job.scheduler import SchedulerRequests
@@ -65,6 +66,7 @@ class Parts(Protocol):
     scheduler: SchedulerRequests
     operator: Operator
     swaps: Swaps
+    tests: NodeTests
     assignments: Assignments
     skew: tuple[Difference, ...]
     stragglers: StragglersSeen | None
@@ -126,6 +128,7 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         degraded=tuple(f"{record.id}: {record.what}" for record in incidents.log.open_degradations()),
         silence=_silence(job, now),
         hung=_hung(job),
+        tests=job.tests.view() or msgspec.UNSET,
         swaps=job.swaps.view(now) if job.swaps.proposed and not core.is_over else msgspec.UNSET,
         restart=_restart(job, now, held),
         tiers=_tiers(job.tiers) if job.tiers.are_on else msgspec.UNSET,

@@ -188,6 +188,13 @@ CONTROLLER: Final = (
         "Planned swaps, by what they were for: device, straggler, drained, maintenance, cordoned, operator.",
         ("kind",),
     ),
+    Family(
+        "unbroken_job_active_test_verdict",
+        "gauge",
+        f"1 for what active tests within this job said last of a node: of at most {CORDONS_NAMED} nodes, those that "
+        "failed first. `test`: pairs (with others), or node (all that it did by itself).",
+        ("node", "test", "verdict"),
+    ),
     Family("unbroken_job_cordons_proposed", "gauge", "Cordons in a plan that waits for approval."),
     Family(
         "unbroken_ledger_readable",

@@ -69,6 +69,8 @@ class JobInfo(Frozen, frozen=True, kw_only=True):
     """This node's clock minus the controller's (`supervisor.agent.link`); None while it is not known."""
     clock_error_s: float = 0.0
     """The largest error that `clock_offset_s` may have."""
+    on_probation: bool = False
+    """The node was repaired lately: every probe looks twice as often."""
 
 
 class Expect(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -110,6 +110,8 @@ VALUES_KEPT: Final = 40
 EVENT_WINDOW_S: Final = 10.0
 EVENT_TEXTS: Final = 256
 """Different texts sent in one window; more are only counted."""
+CLOSELY: Final = 0.5
+"""Of the pause between two looks, on a node that was repaired lately."""
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -234,7 +236,8 @@ class ProbeThread:
         cpu_s = time.thread_time() - cpu_s
         took_s = time.monotonic() - now.mono
         back_off = min(2**self._failures, LONGEST_BACK_OFF)
-        self.due = self._schedule.due(now.mono + took_s, self.probe.every_s * back_off)
+        pause_s = self.probe.every_s * (CLOSELY if self._place.job.on_probation else 1.0)
+        self.due = self._schedule.due(now.mono + took_s, pause_s * back_off)
         self._writer.send(
             PollReport(
                 probe=self.probe.name,

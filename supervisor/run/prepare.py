@@ -59,6 +59,8 @@ class RunOptions:
     json: bool = False
     traceable: bool = False
     """Ranks make a trace when they are asked (`unbroken trace`)."""
+    test_suspects: bool = True
+    """As in `JobSpec`."""
 
     @property
     def run(self) -> RunSettings:
@@ -259,6 +261,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         swap_mode=options.settings.swap.mode,
         swap_signal=options.settings.swap.signal,
         traceable=options.traceable,
+        test_suspects=options.test_suspects,
         ledger=options.settings.ledger.cordons if options.settings.ledger.folder else "",
     )
     restarts = read.max_restarts if options.run.max_restarts is None else options.run.max_restarts

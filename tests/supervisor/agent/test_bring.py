@@ -24,6 +24,7 @@ from supervisor.agent.checkpoints import CheckpointMonitor
 from supervisor.agent.mover import MoverRunner
 from supervisor.agent.reconcile import Prepare
 from supervisor.agent.state import AgentState
+from supervisor.agent.tester import NodeTester
 from supervisor.messages import Assignment, JobSpec
 from tests.supervisor.mover.saves import torch_file
 
@@ -78,7 +79,8 @@ class Node:
         self.state, self._seen = state, seen
         self.mover = MoverRunner(state, seen, slack_s=slack_s, retries_s=0.0)
         nothing: Any = None
-        self._actions = ActionRunner(state, nothing, nothing, nothing, seen, self.mover, nothing)
+        tester = NodeTester(state, lambda: "127.0.0.1")
+        self._actions = ActionRunner(state, nothing, nothing, nothing, seen, self.mover, nothing, tester)
 
     def roll_back(self, path: Path) -> None:
         prepare([SetAside(path=str(path), why=f"{ROLLED_BACK}a test")], self._seen.bounds())

@@ -277,5 +277,7 @@ def test_no_field_names_a_program_or_a_variable() -> None:
         *"space drain_request".split(),  # folders to look at; a reason for root's programs, who check it
         *"ask ask_number save_awaited".split(),  # one of three signals, for ranks that handle it
         "trace",  # a name without a path in it, checked by `out_of_bounds`; what is written is in the job folder
+        "tests",  # a suite of ours, or a place in a group, checked by `out_of_bounds`; the plan names the Python
+        "on_probation",
         "tiers",  # names below its own checkpoint folder, checked again by its mover; peers, who prove themselves
     }

@@ -322,3 +322,56 @@ def test_a_node_that_never_answers(make_driver: Any) -> None:
     driver.fire("tests")
     assert "qualify_unknown" in driver.loud
     assert driver.told["n2"].tests is None
+
+
+# ----- after a repair -----
+
+
+def repaired(driver: Any, *, due: bool) -> None:
+    known = m.LedgerNode(node="n2", probation_until=driver.now + 6 * 86400.0, retest_due=due)
+    driver.tell(m.LedgerSeen, nodes=(known,), fleet=3)
+
+
+def test_a_repaired_spare_tests_itself_after_a_day(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=2, nodes_max=2, spares=1, ledger="propose", test_suspects=True)
+    driver.join("n0", "n1")
+    driver.join("n2", spare=True)
+    driver.up()
+    repaired(driver, due=False)
+    assert driver.told["n2"].tests is None
+    assert driver.told["n2"].on_probation, "its probes look more often"
+    assert not driver.told["n0"].on_probation
+    repaired(driver, due=True)
+    order = driver.told["n2"].tests
+    assert order.suite == "quick"
+    driver.tell(m.NodeTested, node="n2", report=m.NodeTestReport(number=order.number, problem="no torch here"))
+    repaired(driver, due=False)
+    repaired(driver, due=True)
+    assert driver.told["n2"].tests is None, "once a day"
+    driver.now += 86400.0
+    repaired(driver, due=False)
+    repaired(driver, due=True)
+    order = driver.told["n2"].tests
+    result = TestResult(node="n2", test="memory_patterns", verdict="pass", at=driver.now)
+    driver.tell(m.NodeTested, node="n2", report=m.NodeTestReport(number=order.number, results=(result,)))
+    assert "qualify_passed" in driver.loud
+    assert any(getattr(one.what, "test", "") == "memory_patterns" for one in driver.job.ledger._unwritten.values())
+
+
+@pytest.mark.parametrize("spec", [{"test_suspects": False}, {"mode": "recommend"}])
+def test_a_repaired_node_is_left_alone_where_that_is_wanted(make_driver: Any, spec: dict[str, Any]) -> None:
+    usual = {"nodes_min": 2, "nodes_max": 2, "spares": 1, "ledger": "propose", "test_suspects": True}
+    driver = make_driver(**{**usual, **spec})
+    driver.join("n0", "n1")
+    driver.join("n2", spare=True)
+    driver.up()
+    repaired(driver, due=True)
+    assert driver.told["n2"].tests is None
+
+
+def test_a_repaired_node_that_is_in_use_is_not_tested(make_driver: Any) -> None:
+    driver = make_driver(nodes_min=3, nodes_max=3, ledger="propose", test_suspects=True)
+    driver.join("n0", "n1", "n2")
+    driver.up()
+    repaired(driver, due=True)
+    assert driver.told["n2"].tests is None

@@ -43,7 +43,10 @@ from supervisor.paths import LocalPaths
 
 REPOSITORY = Path(__file__).parents[3]
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
-LABELS = {"job", "node", "gpu", "rank", "failure_class", "phase", "kind", "state", "by", "level", "check", "probe"}
+LABELS = {
+    *("job", "node", "gpu", "rank", "failure_class", "phase", "kind", "state", "by", "level", "check", "probe"),
+    *("test", "verdict"),
+}
 """All that a sample may have; of each there are few values, or one for each node, GPU or rank."""
 STATESETS = {family.name for family in (*CONTROLLER, *AGENT) if family.kind == "stateset"}
 GPU = "0000:c1:00"
