@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from recovery.checkpoint import Checkpoint
-from recovery.snapshot_choice import NodeSnapshot, SnapshotPart
+from recovery.snapshot_choice import NodeSnapshot, RankSnapshot, SnapshotPart
 from recovery.tiers import NodeTiers
 from supervisor import messages as m
+from supervisor.controller.metrics import _snapshots
 
 
 class Cluster:
@@ -172,6 +174,34 @@ def test_nothing_is_asked_unless_the_user_wants_it(make_driver: Any, more: dict[
     for node in "acd":
         tiers = cluster.driver.told[node].tiers
         assert tiers is None or tiers.snapshots is None
+
+
+def test_after_a_requeue_nothing_of_the_nodes_before_counts(make_driver: Any) -> None:
+    cluster = Cluster(make_driver, scheduler="slurm", scheduler_job="7")
+    cluster.seen(20), cluster.seen(40)
+    cluster.mirror(46)
+    driver = cluster.driver
+    driver.tell(m.JobRequeued, requeues=1)
+    driver.tell(m.ControllerStarted, epoch=2)
+    driver.tell(m.JobDefined, spec=msgspec.structs.replace(driver.job.spec, requeues=1, ends_at=9e9))
+    driver.join("e", "f")
+    driver.join("g", "h", spare=True)
+    for name in "efgh":
+        cluster.tell(name)
+    assert driver.job.view().mirrored_snapshot is msgspec.UNSET
+    assert (cluster.of("e").bring, cluster.of("e").keep, cluster.of("e").ranks) == (None, (), 0)
+    driver.up()
+    cluster.seen(20, driver.number), cluster.seen(40, driver.number)
+    assert (cluster.of("e").attempt, cluster.of("e").ranks) == (driver.number, 2)
+    assert cluster.of("e").from_step > 40
+
+
+def test_the_metrics_tell_which_snapshot_is_mirrored(cluster: Cluster) -> None:
+    cluster.mirror(46)
+    local = RankSnapshot(rank=0, world=4, attempt=1, step=50, at=5.0)
+    told = {(one.name, one.labels): one.value for one in _snapshots(local, cluster.driver.job.attempts.mirrors.newest)}
+    assert told["unbroken_job_checkpoint_tier_step", ("snapshot_local",)] == 50
+    assert told["unbroken_job_checkpoint_tier_step", ("snapshot_mirrored",)] == 46
 
 
 def test_at_the_end_nothing_is_kept(cluster: Cluster) -> None:
