@@ -586,7 +586,7 @@ class PeerServer:
             with reading(found[0], name) as descriptor:
                 about = os.fstat(descriptor)
                 wire.send({"size": about.st_size, "mtime_ns": about.st_mtime_ns})
-                crc = _send(wire, descriptor, _in_a_hurry())
+                crc = send_content(wire, descriptor, in_a_hurry())
         except (OSError, CopyError) as error:
             raise PeerError(str(error)) from error  # in the middle of data there is no answer but to hang up
         good = mirror is None or found[0] != self._mirrors.data(owner, key) or mirror.crcs.get(name) == crc
@@ -606,14 +606,14 @@ def _hang_up(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _in_a_hurry() -> CopyPace:
+def in_a_hurry() -> CopyPace:
     """Who fetches is waited for by ranks."""
     pace = CopyPace()
     pace.hurry = True
     return pace
 
 
-def _send(wire: Wire, descriptor: int, pace: CopyPace, count: Callable[[int], None] = lambda _: None) -> int:
+def send_content(wire: Wire, descriptor: int, pace: CopyPace, count: Callable[[int], None] = lambda _: None) -> int:
     crc = 0
     for piece in pieces(descriptor, pace):
         crc = zlib.crc32(piece, crc)
@@ -645,7 +645,7 @@ def send_part(wire: Wire, part: SavePart, folder: Path, pace: CopyPace, count: C
             while (answer := wire.answer()).get("wait"):
                 count(0)
             if answer.get("send"):
-                wire.send({"crc": _send(wire, descriptor, pace, count)})
+                wire.send({"crc": send_content(wire, descriptor, pace, count)})
                 answer = wire.answer()
             crcs[file.name] = int(answer["crc"])
     mirror = Mirror(part=part, crcs=crcs)

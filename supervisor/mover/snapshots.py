@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -24,7 +23,7 @@ from recovery.snapshot_memory import DATA_AT, PAGE, SLOTS, Header, Slot, address
 from recovery.snapshot_mirrors import is_needed
 from recovery.tiers import NODE_NAME, PartSource, SaveKey, SnapshotBring, SnapshotOrders
 from supervisor.mover.copying import CHUNK, CopyError, CopyPace, GaveWay
-from supervisor.mover.peer import Handler, PeerError, Wire
+from supervisor.mover.peer import Handler, PeerError, Wire, in_a_hurry, send_content
 
 FREE_SHARE: Final = 0.5
 """Of the memory that would be free without them, all copies together may take so much. The rest is for ranks."""
@@ -91,16 +90,14 @@ class RankCopy:
     def whole(self) -> bool:
         return self._at == self.size
 
-    def pieces(self, pace: CopyPace) -> Iterator[bytes]:
-        at = 0
-        while at < self.size:
-            began = time.monotonic()
-            data = os.pread(self.descriptor, min(CHUNK, self.size - at), at)
-            if not data:
-                raise CopyError("a copy has become shorter")
-            at += len(data)
-            yield data
-            pace.after(len(data), time.monotonic() - began)
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[int]:
+        """A descriptor with a position of its own: several peers may fetch it at once."""
+        descriptor = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def header(self) -> Header | None:
         """What the content says of itself; None: nothing."""
@@ -363,9 +360,8 @@ def send_snapshot(wire: Wire, whole: Whole, pace: CopyPace, count: Callable[[int
     for number, copy in enumerate(whole.copies):
         wire.send(_asked("put_snapshot", key, part=told, rank=part.first_rank + number, size=copy.size, crc=copy.crc))
         if wire.answer().get("send"):
-            for piece in copy.pieces(pace):
-                wire.send_data(piece)
-                count(len(piece))
+            with copy.reading() as descriptor:
+                send_content(wire, descriptor, pace, count)
             wire.answer()
     wire.send(_asked("whole_snapshot", key, part=told, crcs=[copy.crc for copy in whole.copies]))
     wire.answer()
@@ -450,11 +446,10 @@ class SnapshotServer:
         if found is None or not 0 <= number < len(found.copies):
             wire.send({"error": "that snapshot is not here"})
             return
-        copy, pace = found.copies[number], CopyPace()
-        pace.hurry = True
-        wire.send({"size": copy.size, "crc": copy.crc})
-        for piece in copy.pieces(pace):
-            wire.send_data(piece)
+        copy = found.copies[number]
+        with copy.reading() as descriptor:
+            wire.send({"size": copy.size, "crc": copy.crc})
+            send_content(wire, descriptor, in_a_hurry())
 
 
 # ----- what is done, and when -----
