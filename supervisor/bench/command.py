@@ -19,6 +19,7 @@ from rich.table import Table
 from supervisor.bench import chaos as chaos_bench
 from supervisor.bench import checkpoint as checkpoint_bench
 from supervisor.bench import control_plane as control_plane_bench
+from supervisor.bench import mirrors as mirrors_bench
 from supervisor.bench import overhead as overhead_bench
 from supervisor.bench import recovery as recovery_bench
 from supervisor.errors import RunFailed
@@ -28,6 +29,9 @@ NAMES = {
     "new_workers": "killed rank to new workers",
     "new_step": "killed rank to first new step",
 }
+
+MIRROR_PAIRS = 3
+"""Less than three minutes."""
 
 
 @click.group()
@@ -85,9 +89,16 @@ def chaos(kills: int, seed: int | None, as_json: bool) -> int:
 )
 @click.option("--rounds", type=click.IntRange(1, 100), default=8, show_default=True, help="At most; three minutes.")
 @click.option("--threads", type=click.IntRange(1, 256), default=1, show_default=True, help="torchrun's default is 1.")
+@click.option("--mirrors", is_flag=True, help="Instead: the time of a step with mirrored snapshots, and without.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
-def checkpoint(mib: int, tensor_mib: float, rounds: int, threads: int, as_json: bool) -> int:
+def checkpoint(mib: int, tensor_mib: float, rounds: int, threads: int, mirrors: bool, as_json: bool) -> int:
     """How long a save holds up training: snapshots, torch.save, torch's distributed checkpoints."""
+    if mirrors:
+        told = _in_scratch(lambda folder: mirrors_bench.report(folder, mib, MIRROR_PAIRS, _say))
+        if told is None:
+            return 1
+        print(json.dumps(told)) if as_json else _show_mirrors(told)
+        return 0 if all(goal["met"] for goal in told["goals"]) else 1
     size = checkpoint_bench.Size(mib, tensor_mib)
     found = _in_scratch(lambda folder: checkpoint_bench.report(folder, size, rounds, threads, _say))
     if found is None:
@@ -209,6 +220,17 @@ def _show_checkpoint(found: dict[str, Any]) -> None:
         value = "not measured" if goal["value"] is None else f"{goal['value']:.3g}"
         verdict = "met" if goal["met"] else "NOT MET"
         console.print(f"{goal['what']}: {value}, goal {goal['goal']:g}: {verdict}", highlight=False)
+
+
+def _show_mirrors(found: dict[str, Any]) -> None:
+    print(
+        f"a step with mirrors: {_cell(found['on_ms'])} ms, without: {_cell(found['off_ms'])} ms; {found['mib']} MiB a "
+        f"rank every {found['snapshot_every_s']:g} s, load {found['load']}\n"
+        f"ratios of pairs: {_cell(found['ratios'])}; of minima {found['ratio_of_minima']:.3f}"
+    )
+    for goal in found["goals"]:
+        verdict = "met" if goal["met"] else "NOT MET"
+        print(f"{goal['what']}: {goal['value']:.3f}, goal {goal['goal']:g}: {verdict}")
 
 
 def _show_overhead(found: dict[str, Any]) -> None:

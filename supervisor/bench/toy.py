@@ -9,6 +9,7 @@ import os
 os.write(1, f"rank {os.environ['RANK']} up, pid {os.getpid()}\n".encode())  # one write: ranks share the descriptor
 
 import argparse
+import sys
 import threading
 import time
 from array import array
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--step-ms", type=float, default=20.0)
     parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--snapshot-every", type=int, default=0, help="0: never")
+    parser.add_argument("--snapshot-mib", type=int, default=0)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo")
@@ -50,6 +53,10 @@ def main() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
+    if args.snapshot_every:
+        sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # there is another `recovery`
+        from recovery import snapshot
+    ballast = torch.ones(args.snapshot_mib << 18)
     while step < args.steps:
         hang_if_asked(rank)
         inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step * dist.get_world_size() + rank))
@@ -60,6 +67,8 @@ def main() -> None:
         step += 1
         if rank == 0:
             print(f"step {step}/{args.steps}", flush=True)
+        if args.snapshot_every and step % args.snapshot_every == 0:
+            snapshot.save({"model": model.state_dict(), "ballast": ballast, "step": step}, step)
         if rank == 0 and step % args.save_every == 0:
             torch.save(
                 {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{checkpoint}.new"
