@@ -21,6 +21,7 @@ from supervisor.cli.bundle import bundle
 from supervisor.cli.check import check
 from supervisor.cli.checkpoints import group as checkpoints
 from supervisor.cli.drain_requests import drain_requests
+from supervisor.cli.export import export
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
 from supervisor.cli.jobs import jobs, logs, page
 from supervisor.cli.nodes import nodes
@@ -365,6 +366,7 @@ for each in (
     qualify,
     checkpoints,
     drain_requests,
+    export,
     advise,
     nodes,
     trace,

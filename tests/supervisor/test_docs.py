@@ -213,6 +213,8 @@ def wrong_in(line: str) -> list[str]:
             continue
         if name == "bench" and len(words) > 1:
             command = bench.commands.get(words[1])
+        if name == "export" and isinstance(command, click.Group) and len(words) > 1:
+            command = command.commands.get(words[1])
         if command is None:
             wrong.append(f"{name} {words[1]}")
             continue
