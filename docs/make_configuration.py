@@ -67,6 +67,9 @@ name = "slurm"
 [ledger]
 folder = "/shared/unbroken/ledger"        # one for all jobs of the cluster
 
+[notify]
+to = "/home/ann/.config/slack-webhook"
+
 [opinion]
 backend = "endpoint"
 url = "https://models.example.org/v1"
@@ -114,6 +117,7 @@ TABLES = {
     "metrics": "[metrics.md](metrics.md) says what is told, and where Prometheus finds it.",
     "scheduler": "",
     "ledger": "What all jobs of a cluster know of its nodes: [ledger.md](ledger.md).",
+    "notify": "Messages to people, where there is no Alertmanager ([runbook](runbook.md#who-is-told)).",
     "opinion": "Which language model is asked about unsure verdicts: [opinion.md](opinion.md).",
 }
 

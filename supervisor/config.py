@@ -303,6 +303,21 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "propose"
 
 
+class NotifySettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages to people, where there is no Alertmanager."""
+
+    to: Annotated[
+        str,
+        _knob(
+            "A file with the address of a webhook that takes Slack's form (a secret: only its user should be able to "
+            "read it), or a program that gets each message as JSON on stdin, for mail or a pager.",
+            "controller",
+            default="nobody",
+            see="runbook.md#who-is-told",
+        ),
+    ] = ""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     run: RunSettings = RunSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -314,6 +329,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerSettings = SchedulerSettings()
     ledger: LedgerSettings = LedgerSettings()
     opinion: OpinionSettings = OpinionSettings()
+    notify: NotifySettings = NotifySettings()
 
 
 ENVIRONMENT = {
@@ -356,7 +372,7 @@ ENVIRONMENT = {
 PATHS = (
     "run.token_file", "run.kernel_log", "run.site_file", "controller.tls_cert", "controller.tls_key",
     "controller.tls_ca", "checkpoint.publish_to", "metrics.targets_dir", "ledger.folder", "opinion.key_file",
-    "opinion.model",
+    "opinion.model", "notify.to",
 )  # fmt: skip
 """Files and folders (`opinion.model` may also be a model's name at an endpoint)."""
 OTHER_VARIABLES = {

@@ -7,6 +7,7 @@ stderr and an exit code.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -220,6 +221,8 @@ def _check(settings: config.Settings) -> None:
     config.check_opinion(settings.opinion)
     if missing := config.missing_for_opinion(settings.opinion, Path.cwd()):
         warn(f"{missing}; without it there are no opinions")
+    if settings.notify.to and not os.access(settings.notify.to, os.R_OK):
+        warn(f"notify.to: {settings.notify.to} cannot be read here; without it nobody is told")
 
 
 @main.command("demo", context_settings={"ignore_unknown_options": True}, add_help_option=False)

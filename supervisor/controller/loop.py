@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from supervisor.controller.heartbeats import HeartbeatEvents
     from supervisor.controller.ledger_watch import LedgerWatch
     from supervisor.controller.memory_watch import MemoryWatch
+    from supervisor.controller.notify import Notifier
     from supervisor.job.job import Job
 
 WRITE_S = 5.0
@@ -256,6 +257,7 @@ class ControlLoop:
         self.ledger: LedgerWatch | None = None
         """Where the ledger of all jobs is configured; set before `run`."""
         self.memory: MemoryWatch | None = None
+        self.notifier: Notifier | None = None
         """Keeps past incidents; set before `run`."""
         self._deaf_until = 0.0
         self._quiet_until = 0.0
@@ -515,7 +517,7 @@ class ControlLoop:
                 self._stop.wait(),
             )
         ]
-        beside = [one for one in (self.ledger, self.memory) if one is not None]
+        beside = [one for one in (self.ledger, self.memory, self.notifier) if one is not None]
         watching = [asyncio.create_task(one.run()) for one in beside]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -654,6 +656,8 @@ class ControlLoop:
                 self._timers.arm(action.timer)
             elif isinstance(action, m.Note):
                 log.info("%s", text_of(action), extra={"repeat_kind": action.kind})
+                if action.loud and self.notifier is not None:
+                    self.notifier.add(action)
             elif isinstance(action, (m.SchedulerRequest, m.SchedulerComment)):
                 self._executor.start(action)
             elif isinstance(action, m.LedgerWrite):
@@ -664,6 +668,8 @@ class ControlLoop:
             else:
                 assert isinstance(action, m.End)
                 self.outcome = action.outcome
+                if self.notifier is not None:
+                    self.notifier.add_end(action.outcome)
 
     def _assign(self, assignment: m.Assignment, message: bytes) -> None:
         node = assignment.node

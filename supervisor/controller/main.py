@@ -258,6 +258,7 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
     )
     await _read_ledger(control, settings.ledger.folder)
     corrections.apply(job_dir, control.job)
+    _notify(control, settings.notify, job_dir.name)
     _remember(control, incidents_folder(Path(settings.ledger.folder) if settings.ledger.folder else None, job_dir))
     metrics = settings.metrics
     tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
@@ -307,7 +308,6 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
         return SUPERSEDED_EXIT_CODE
     if outcome is not None:
         _aside(lambda: target.remove(all_of_job=True)).join(LAST_WORDS_S)
-    if outcome is not None:
         log.info("the job has ended: %s (%s)", outcome.state, outcome.line)
     return 0
 
@@ -327,6 +327,13 @@ async def _read_ledger(control: ControlLoop, folder: str) -> None:
         lambda: [one.scheduler_name or one.name for one in nodes],
     )
     await control.ledger.first_look()
+
+
+def _notify(control: ControlLoop, settings: config.NotifySettings, job: str) -> None:
+    if settings.to:
+        from supervisor.controller.notify import Notifier
+
+        control.notifier = Notifier(settings, job)
 
 
 def _remember(control: ControlLoop, folder: Path) -> None:
