@@ -203,10 +203,13 @@ class Publisher:
         if note is None or note.key != key or folder.is_symlink():
             return
         going = folder / f"going-{node}.json"
-        os.rename(folder / listed, going)
-        if self._claimant(key.name) or self._is_begun(key):
-            os.rename(going, folder / f"part-{node}.json")
-            return
+        try:
+            os.rename(folder / listed, going)
+            if self._claimant(key.name) or self._is_begun(key):
+                os.rename(going, folder / f"part-{node}.json")
+                return
+        except FileNotFoundError:
+            return  # of a node that is gone: another one removes it as well
         _remove_files(folder / "data", note.files)
         going.unlink(missing_ok=True)  # last: it says what is still to be removed
         for empty in (folder / "data", folder):
