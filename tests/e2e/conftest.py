@@ -259,7 +259,7 @@ class Job:
     def ask(self, *arguments: str, check: bool = True) -> str:
         """The output of `unbroken ARGUMENTS --job-dir ...`."""
         command = [str(BIN / "unbroken"), *arguments, "--job-dir", str(self.job_dir)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         if check:
             assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         return done.stdout if check else done.stdout + done.stderr

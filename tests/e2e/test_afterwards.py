@@ -49,7 +49,7 @@ def test_an_exception_and_what_is_told_of_it(supervise: Supervise) -> None:
         assert "script_error" in job.ask(command)
 
     for journal in job.job_dir.glob("journal.*.jsonl"):
-        done = subprocess.run([UNBROKEN, "replay", str(journal)], capture_output=True, text=True, timeout=30)
+        done = subprocess.run([UNBROKEN, "replay", str(journal)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
     assert not job.kin(), "something of the job is left"
 
@@ -95,7 +95,7 @@ def test_torchruns_own_error_ends_the_run_as_torchrun_would(
     assert done.returncode == code, done.stderr
     assert done.stderr.count(says) == 1, done.stderr
     ask = [UNBROKEN, "incidents", "--json", "--job-dir", str(tmp_path / "unbroken-jobs/own")]
-    (incident,) = json.loads(subprocess.run(ask, capture_output=True, text=True, timeout=30).stdout)["incidents"]
+    (incident,) = json.loads(subprocess.run(ask, capture_output=True, text=True, timeout=60).stdout)["incidents"]
     assert incident["plan"]["kind"] == "stop"
     assert incident["attempt"] == 1
 
@@ -104,7 +104,7 @@ def test_a_wrong_configuration(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     (tmp_path / "unbroken.toml").write_text("max_restart = 3\n")
     done = subprocess.run(
-        [UNBROKEN, "run", "--", TORCHRUN, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=20
+        [UNBROKEN, "run", "--", TORCHRUN, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 78, done.stderr
     assert "max_restart" in done.stderr

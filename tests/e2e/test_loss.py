@@ -62,8 +62,9 @@ def test_nan_that_the_script_tells_without_a_word(supervise: Supervise) -> None:
     assert taken_back[0]["plan"]["rollback"]["kind"] == "bad_numbers"
 
 
-def test_recommend_only_tells_and_an_operator_does_it(supervise: Supervise) -> None:
-    job = supervise("spiky", **PACE | {"steps": 700})
+def test_recommend_only_tells_and_an_operator_does_it(supervise: Supervise, tmp_path: Path) -> None:
+    """The script waits at step 400: on a busy machine it would be at its end before all commands are."""
+    job = supervise("spiky", **PACE | {"steps": 500}, env={"RIG_HOLD": f"400:{tmp_path / 'go-on'}"})
     told = job.wait_shown(r"`unbroken rollback (\d+) --skip (\d+)`")
     assert job.told("status")["attempt"] == 1, "it does nothing"
     assert "known steps" in job.ask("rollback", "7", "--dry-run", check=False)
@@ -80,5 +81,6 @@ def test_recommend_only_tells_and_an_operator_does_it(supervise: Supervise) -> N
     job.wait_shown(f"resumed {moved[-1]}, 0 batches")
     assert moved[-1] not in aside(job)
     job.ask("rollback", told[1], "--skip", told[2], "--yes")
+    (tmp_path / "go-on").touch()
     ends_sound(job)
     assert "rollback --undo" in job.ask("timeline")

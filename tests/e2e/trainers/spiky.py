@@ -56,6 +56,7 @@ def main() -> None:
     while state["step"] < options.steps:
         state["step"] += 1
         step = int(state["step"])
+        rigging.strike(step)
         if options.bad <= step + state["offset"] <= options.bad + 5:
             state["damaged"] = 1.0
         loss = (2 + 6 * math.exp(-step / 20)) * math.exp(random.Random(step).gauss(0, 0.02))
