@@ -125,6 +125,20 @@ def judge(
     return tuple(found)
 
 
+NEEDED: Final = ("device", "peer_copy", "pairs", "training_bits", "memory_patterns")
+"""Tests that need no others to compare with (`device`: all of one device, where it did not come to its end): where one
+is not known, the node is not proven well."""
+
+
+def node_verdict(results: Iterable[TestResult]) -> TestVerdict:
+    """All of them together: what only lacked others to compare with is no doubt about the node."""
+    found = list(results)
+    if any(one.verdict == "fail" for one in found):
+        return "fail"
+    doubt = any(one.verdict == "unknown" and one.test in NEEDED for one in found)
+    return "pass" if not doubt and any(one.verdict == "pass" for one in found) else "unknown"
+
+
 EARLIER_S: Final = 28 * 86400.0
 """Figures that are older are not compared with: drivers and clocks change."""
 

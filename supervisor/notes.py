@@ -122,7 +122,7 @@ KINDS: Final[dict[str, Kind]] = {
         "not proven"
     ),
     "suspects_known": _kind(
-        "active tests ({took_s:took}):[ {failed} failed with two good partners ({why})][ {passed} did well]"
+        "active tests ({took_s:.0f} s):[ {failed} failed with two good partners ({why})][ {passed} did well]"
         "[ {between} do well with others, and fail together: look between them][ nobody is named: {unknown}]"
     ),
     "qualify_begins": _kind("{node} makes the {suite} active tests, at most {at_most:.0f} s"),

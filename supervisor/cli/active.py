@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import msgspec
 
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import FailureClass
+from recovery.active_verdicts import node_verdict
 from supervisor.cli.job_commands import JobHandle, job_options_later, send, status_from_journal
 from supervisor.cli.nodes import keep_results
 from supervisor.cli.output import operator_name, print_answer, warn
@@ -85,14 +87,7 @@ def exit_code(answer: SuiteAnswer) -> int:
         return 2
     if answer.absent or (pairs is not None and pairs.unproven) or (group is not None and group.failed):
         return ExitCode.NOT_KNOWN
-    if any(one.verdict == "unknown" and one.test in NEEDED for one in answer.results):
-        return ExitCode.NOT_KNOWN
-    return ExitCode.DONE if any(one.verdict == "pass" for one in answer.results) else ExitCode.NOT_KNOWN
-
-
-NEEDED = ("device", "peer_copy", "pairs", "training_bits", "memory_patterns")
-"""Tests that need no others to compare with (`device`: all of one device, where it did not come to its end): where one
-is not known, the node is not proven well."""
+    return ExitCode.DONE if node_verdict(answer.results) == "pass" else ExitCode.NOT_KNOWN
 
 
 def _bench(options: ActiveOptions) -> ActiveSetup:
@@ -360,7 +355,11 @@ def _qualify_in_job(node: str, suite: str, as_json: bool, where: Mapping[str, st
             break
     if found["problem"] and not found["results"]:
         raise ActiveTestsImpossible(f"{node} was not tested: {found['problem']}")
-    results = tuple(msgspec.convert(one, TestResult) for one in found["results"])
+    # `status` shows times as people read them.
+    times = [datetime.datetime.fromisoformat(one["at"].replace("Z", "+00:00")).timestamp() for one in found["results"]]
+    results = tuple(
+        msgspec.convert({**one, "at": at}, TestResult) for one, at in zip(found["results"], times, strict=True)
+    )
     done = SuiteAnswer(suite=suite, seconds=round(time.monotonic() - began, 1), results=results)
     print_answer(as_json_answer(done), as_json, lambda _: show(done))
     code = exit_code(done)
@@ -381,7 +380,7 @@ def qualify(as_json: bool, node: str, suite: str, python: str, **where: str) -> 
     node can be named from anywhere: its agent makes the tests. It never changes a cordon: it ends with the command
     that would.
 
-    Exit code 0 nothing failed, 2 a test failed, 3 nothing could be tested.
+    Exit code 0 nothing failed, 2 a test failed, 3 nothing could be tested, 1 the job refuses (ranks run on the node).
     """
     here = os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
     if node and node not in (here, here.partition(".")[0]):

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Final, get_args
 
 from diagnosis.taxonomy import FailureClass
+from recovery.active_verdicts import node_verdict
 from recovery.cordon import breaker_limit
 from recovery.group_tests import PAIR_TEST
-from recovery.ledger import NodeRecord
+from recovery.ledger import NodeRecord, TestVerdict
 from recovery.policy import Mode
 from recovery.snapshot_choice import RankSnapshot
 from recovery.snapshot_mirrors import Mirrored
@@ -238,18 +239,22 @@ def _swaps(job: Job) -> Iterator[Sample]:
 
 
 def _tests(job: Job) -> Iterator[Sample]:
-    """The worst verdict of all devices of a node counts."""
-    worst: dict[tuple[str, str], str] = {}
-    verdicts = ("fail", "unknown", "pass")
+    """Of few nodes by name, those that failed first."""
+    found: dict[tuple[str, str], TestVerdict] = {}
     for node, results in job.tests.results.items():
-        for (test, _), one in results.items():
-            key = (node, PAIR_TEST if test == PAIR_TEST else "node")
-            worst[key] = min(worst.get(key, one.verdict), one.verdict, key=verdicts.index)
-    nodes = dict.fromkeys(node for (node, _), _ in sorted(worst.items(), key=lambda one: verdicts.index(one[1])))
-    named = [node for node in nodes if _SAFE.fullmatch(node)][:CORDONS_NAMED]
-    for (node, test), verdict in worst.items():
+        if _SAFE.fullmatch(node):
+            pairs = [one for one in results.values() if one.test == PAIR_TEST]
+            alone = [one for one in results.values() if one.test != PAIR_TEST]
+            found |= {(node, PAIR_TEST): node_verdict(pairs)} if pairs else {}
+            found |= {(node, "node"): node_verdict(alone)} if alone else {}
+    worst_first = sorted(found, key=lambda one: TEST_VERDICTS.index(found[one]))
+    named = list(dict.fromkeys(node for node, _ in worst_first))[:CORDONS_NAMED]
+    for node, test in worst_first:
         if node in named:
-            yield from states("unbroken_job_active_test_verdict", verdicts, verdict, (node, test))
+            yield from states("unbroken_job_active_test_verdict", TEST_VERDICTS, found[node, test], (node, test))
+
+
+TEST_VERDICTS: Final = ("fail", "unknown", "pass")
 
 
 def _cordons(job: Job, now: float) -> Iterator[Sample]:

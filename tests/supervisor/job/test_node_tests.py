@@ -13,6 +13,7 @@ from diagnosis.taxonomy import FailureClass
 from recovery.group_tests import GroupPart
 from recovery.ledger import TestResult
 from supervisor import messages as m
+from supervisor.controller.metrics import job_samples
 
 GPU = "H100, torch 2, CUDA 12"
 
@@ -375,3 +376,18 @@ def test_a_repaired_node_that_is_in_use_is_not_tested(make_driver: Any) -> None:
     driver.up()
     repaired(driver, due=True)
     assert driver.told["n2"].tests is None
+
+
+# ----- numbers -----
+
+
+def test_what_metrics_tell_of_it(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    Fleet(driver, failing={"n3"}).run()
+    name = "unbroken_job_active_test_verdict"
+    told = {one.labels for one in job_samples(driver.job, driver.now) if one.name == name and one.value}
+    assert ("n3", "pairs", "fail") in told
+    assert {verdict for node, _, verdict in told if node != "n3"} == {"pass"}
+    driver = suspected(1024, *(f"n{number}" for number in range(500)), spares=600)
+    Fleet(driver).run()
+    assert 0 < sum(one.name == name for one in job_samples(driver.job, driver.now)) <= 64 * 2 * 3
