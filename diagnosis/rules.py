@@ -352,6 +352,11 @@ def _few(found: Mapping[int, int]) -> list[tuple[int, int]]:
     ]
 
 
+def is_of_driver(text: str) -> bool:
+    """Whether the text has a message of NVIDIA's driver as the kernel log has it."""
+    return _OF_DRIVER.search(text.encode(errors="replace")) is not None
+
+
 def is_mere_warning(line: bytes) -> bool:
     """The line says that it is no error, or that the problem was dealt with."""
     head = line[:LEVEL_BYTES]
@@ -470,8 +475,8 @@ def default() -> Rules:
     return _in_use[0] if _in_use else packaged()
 
 
-def use(rows: Iterable[Mapping[str, object]]) -> Rules:
-    """From now on, `default` is the packaged rules with these rows over them. For the start of a process."""
+def use(rows: Iterable[Mapping[str, object]], base: Rules | None = None) -> Rules:
+    """From now on, `default` is `base` (the packaged rules) with these rows over it. For the start of a process."""
     rows = list(rows)
-    _in_use[:] = [packaged().with_site(rows)] if rows else []
+    _in_use[:] = [(base or packaged()).with_site(rows)] if rows or base is not None else []
     return default()

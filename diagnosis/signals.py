@@ -30,7 +30,8 @@ KernelKind = Literal[
 
 _UNPRINTABLE = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
-    r"|[\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"  # turned writing, names that are no UTF-8
+    r"|[\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\U000e0000-\U000e007f]"  # turned, and unseen
+    r"|[\ud800-\udfff]"  # names that are no UTF-8
 )
 _BREAKS = re.compile(r"[\n\r\x0b\x0c\x85\u2028\u2029]+")
 

@@ -49,7 +49,7 @@ _AFTER: Final = re.compile(
     rf"((?:{_NAME.pattern})s?(?:[_-](?:id|value|b64|base64|\d{{1,3}}))?{_BETWEEN}){_NOT}{_VALUE}", re.IGNORECASE
 )
 _SPACED: Final = re.compile(rf"((?:{_NAME.pattern})s?\s{{1,3}})(?!-){_NOT}([^\s'\",;]{{4,}})", re.IGNORECASE)
-_OPTION: Final = re.compile(r"(?:^|\s)--?[\w-]{0,30}$")
+_OPTION: Final = re.compile(r"(?<![\w-])--?[\w-]{0,30}$")
 """Before the last word of an option's name."""
 _SURE: Final = tuple(_NAMES["sure"])
 _KEY_OF: Final = re.compile(_NAMES["key_of"])

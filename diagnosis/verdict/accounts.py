@@ -440,6 +440,11 @@ class Accounts(Frozen, frozen=True, kw_only=True):
     """Readings of what training survived, the surest first."""
 
 
+UNCONFIRMED: Final = 0.4
+"""How sure a rank's words can make about what only the kernel, the scheduler or other nodes see: too little to act
+against a node. Anybody can make a program print such a line."""
+
+
 def exit_evidence(record: ExitRecord, node: str) -> Evidence:
     """The wait status as a line of evidence."""
     return Evidence(
@@ -569,6 +574,8 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
         if not own_end and (best.role == "cascade" or confidence < account.confidence):
             return account
         summary = f"{record.how} after it wrote: {summary.partition(': ')[2]}"
+    if best.failure_class is FailureClass.NODE_FAILURE or rules.is_of_driver(best.evidence.text):
+        confidence = min(confidence, UNCONFIRMED)
     return msgspec.structs.replace(
         account_of_statement(best, confidence, said),
         rank=record.rank,

@@ -129,8 +129,7 @@ def reject(job_dir: Path, name: str, learned: Path) -> str:
 def where(job_dir: Path, name: str, learned: Path) -> tuple[dict[str, Any], Path]:
     """A rule that waits or is in use, and its file. Raises RuleNotFound, ConfigError (not as we left it)."""
     for path in (job_dir / NAME, job_dir / APPROVED, learned):
-        rows = read(job_dir) if path.name == NAME else _rows(path)
-        for one in rows:
+        for one in read(job_dir) if path.name == NAME else rows(path):
             if one.get("id") == name:
                 if path.name != NAME:
                     _without(path, name)
@@ -147,7 +146,7 @@ def _without(path: Path, name: str) -> str:
         left = tables.parse("".join(kept)).get("rule", [])
     except ValueError:
         left = []
-    if left != [one for one in _rows(path) if one.get("id") != name]:
+    if left != [one for one in rows(path) if one.get("id") != name]:
         raise ConfigError(f"{path}: {name} cannot be told from what is around it: take its [[rule]] out by hand")
     return "".join(kept)
 
@@ -160,17 +159,17 @@ def _is_rule(piece: str, name: str) -> bool:
     return [one.get("id") for one in found] == [name]
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rules in a file, as TOML has them; none where it is not. Raises ConfigError."""
-    rows = read_toml(path).get("rule", []) if os.path.isfile(path) else []
-    if not isinstance(rows, list) or not all(isinstance(one, dict) for one in rows):
+def rows(path: Path) -> list[dict[str, Any]]:
+    """The rules in a file of approved ones, as TOML has them; none where it is not. Raises ConfigError."""
+    found = read_toml(path).get("rule", []) if os.path.isfile(path) else []
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ConfigError(f"{path}: [[rule]] tables are expected")
-    return rows
+    return found
 
 
 def check(job_dir: Path, rule: Mapping[str, Any], into: Path) -> None:
     """Whether the rule can be used beside those in the file `into`. In the main thread. Raises ConfigError."""
-    in_use, name = _rows(into), clean_line(str(rule["id"]), 60)
+    in_use, name = rows(into), clean_line(str(rule["id"]), 60)
     if any(one.get("id") == _called(job_dir, name, into) for one in in_use):
         raise ConfigError(f"{into}: a rule of this name is there already: withdraw it first (`unbroken reject`)")
     try:
@@ -221,7 +220,7 @@ def _not_found(job_dir: Path, name: str, learned: Path | None = None) -> RuleNot
     in_use: list[str] = []
     for path in [job_dir / APPROVED, *([learned] if learned is not None else [])]:
         with contextlib.suppress(ConfigError):
-            in_use += [str(one["id"]) for one in _rows(path) if str(one.get("id", "")).startswith(RULE_PREFIX)]
+            in_use += [str(one["id"]) for one in rows(path) if str(one.get("id", "")).startswith(RULE_PREFIX)]
     told = f"; in use: {', '.join(clean_line(one, 80) for one in in_use[-20:])}" if in_use else ""
     return RuleNotFound(f"no rule {name} waits; rules that wait: {', '.join(names(job_dir)) or 'none'}{told}")
 

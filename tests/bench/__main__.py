@@ -1,4 +1,4 @@
-"""Benches of the diagnoser, for who works on it: `python -m tests.bench diagnosis|flight|scan`, from the repository.
+"""Benches of the diagnoser, for who works on it: `python -m tests.bench --help`, from the repository.
 
 A table for people, `--json` for programs.
 """
@@ -14,10 +14,15 @@ from pathlib import Path
 
 import click
 
-from supervisor.errors import LaunchRefused
+from supervisor import config
+from supervisor.errors import ConfigError, LaunchRefused
+from supervisor.opinion.client import Endpoint, LocalModel
+from supervisor.opinion.queue import backend_of
 from supervisor.run.prepare import training_python
 from tests.bench import diagnosis as diagnosis_bench
 from tests.bench import flight as flight_bench
+from tests.bench import hazards as hazards_bench
+from tests.bench import learning as learning_bench
 from tests.bench import scan as scan_bench
 
 
@@ -67,6 +72,66 @@ def flight(cases: int, ranks: int, torchrun_up_to: int, seed: int | None, as_jso
     with tempfile.TemporaryDirectory(prefix="unbroken-bench-") as folder:
         found = flight_bench.report(Path(folder), size, python, _log)
     print(json.dumps(found)) if as_json else flight_bench.show(found)
+    return 0
+
+
+@group.command()
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--every", type=click.IntRange(1), default=1, show_default=True, help="Only every Nth item.")
+@click.option("--configured", is_flag=True, help="Ask the model of [opinion], not the stand-in that always obeys.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def hazards(seed: int, every: int, configured: bool, as_json: bool) -> int:
+    """What hostile logs and a model that obeys them lead to: nothing, or it is named. Exit code 1: something."""
+    answerer = hazards_bench.obeys
+    if configured:
+        backend = _configured()
+        if backend is None:
+            return 2
+        answerer = hazards_bench.configured(backend)
+    found = hazards_bench.report(answerer, hazards_bench.items(seed)[::every], _log)
+    print(json.dumps(found)) if as_json else hazards_bench.show(found)
+    return 1 if found["failed"] else 0
+
+
+def _configured() -> Endpoint | LocalModel | None:
+    """The model of [opinion]; None, after a word about why, where there is none to ask."""
+    given = config.load_here().settings.opinion
+    try:
+        config.check_opinion(given)
+        python = training_python("python", True, os.environ) if given.backend == "transformers" else ""
+    except (ConfigError, LaunchRefused) as error:
+        _log(str(error))
+        return None
+    backend = backend_of(given, python)
+    if backend is None:
+        _log("no model is configured: set opinion.backend (docs/opinion.md)")
+    return backend
+
+
+@group.command()
+@click.argument("corpus", required=False, type=click.Path(path_type=Path))
+@click.option("--answers", type=click.Path(path_type=Path), help="Recorded answers, not the stand-in's.")
+@click.option("--configured", is_flag=True, help="Ask the model of [opinion]; --record keeps its answers.")
+@click.option("--record", type=click.Path(path_type=Path), help="Append the model's answers to this file.")
+@click.option("--from-nothing", is_flag=True, help="Switch off all packaged rules of output before.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of tables.")
+def learning(
+    corpus: Path | None, answers: Path | None, configured: bool, record: Path | None, from_nothing: bool, as_json: bool
+) -> int:
+    """What rules that a model proposes are worth on later cases of CORPUS (default: the samples of our rules)."""
+    try:
+        cases = learning_bench.load(corpus) if corpus is not None else learning_bench.of_samples()
+        answerer = learning_bench.recorded(answers) if answers is not None else learning_bench.stand_in
+    except learning_bench.WrongCorpus as error:
+        _log(str(error))
+        return 2
+    if configured:
+        backend = _configured()
+        if backend is None:
+            return 2
+        answerer = learning_bench.recording(backend, record)
+    found = learning_bench.report(learning_bench.run(cases, answerer, from_nothing=from_nothing, note=_log))
+    print(json.dumps(found)) if as_json else learning_bench.show(found)
     return 0
 
 
