@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, Literal, Protocol
 
-from diagnosis.signals import Frozen
+from diagnosis.signals import Frozen, clean_line
 
 PREFIX = "unbroken:"
+DOMAIN_LIMIT: Final = 200
 """Every reason that we write begins with it; one that does not is somebody else's, and is left alone."""
 
 
@@ -51,6 +52,11 @@ class JobThere(Frozen, frozen=True, kw_only=True):
 
 UNLIMITED_S: Final = 364 * 86400.0
 """Slurm says of a job without a time limit that it ends a year after its start."""
+
+
+def slurm_domain(environment: Mapping[str, str]) -> str:
+    """The switch or rack of this node, where Slurm knows it (TopologyPlugin): `spine.leaf1` of `spine.leaf1.node3`."""
+    return clean_line(environment.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0], DOMAIN_LIMIT)
 
 
 def slurm_job(environment: Mapping[str, str], now: float) -> JobThere | None:

@@ -6,6 +6,7 @@ checkpoint has just become complete. What is not proven to be bad hardware is on
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Final, Literal
 
 from diagnosis.signals import Frozen, Outlook
@@ -26,6 +27,19 @@ STORM_NODES: Final = 3
 STORM_S: Final = 60.0
 SHARED_S: Final = 900.0
 """The same for devices that get worse in the same way: heat and a power brake are found over minutes."""
+
+
+def have_a_common_cause(nodes: Set[str], domains: Mapping[str, str]) -> bool:
+    """Whether it is not a node by itself, where devices of all of these fail or get worse together.
+
+    `domains`: node of the job -> its switch or rack; empty: not known. Two of one rack are enough, where the job has
+    nodes elsewhere.
+    """
+    if len(nodes) < 2 or len(nodes) >= STORM_NODES:
+        return len(nodes) >= STORM_NODES
+    theirs = {domains.get(node, "") for node in nodes}
+    return len(theirs) == 1 and "" not in theirs and not theirs.issuperset(domains.values())
+
 
 PROVEN: Final[frozenset[Outlook]] = frozenset({"fails", "degrades", "slows"})
 """Outlooks of hardware that is proven bad. (`repair` harms nobody before the next reset.)"""

@@ -625,6 +625,8 @@ class NodePlan(Frozen, frozen=True, kw_only=True):
     spare: bool = False
     scheduler_node: str = ""
     """What the scheduler calls this node; empty: as `node`."""
+    domain: str = ""
+    """Its switch or rack, where the scheduler says it."""
     snapshot_files: tuple[str, ...] = ()
     """Memory for the snapshots of this node's ranks (`recovery.snapshot_memory`), held open by the front."""
     settings: Settings = Settings()

@@ -262,6 +262,8 @@ class Hello(Frozen, frozen=True, kw_only=True, tag="hello"):
     spare: bool = False
     scheduler_node: str = ""
     """What the scheduler calls this node; empty: as `node`."""
+    domain: str = ""
+    """What fails together with it: its switch or rack, as the scheduler names it; empty: not known."""
     version: str = ""
     run: str = ""
     """Which `unbroken run` of this node: an agent that is started again has the same."""
@@ -420,6 +422,7 @@ class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
     spare: bool = False
     scheduler_node: str = ""
     """As in `Hello`."""
+    domain: str = ""
 
 
 class NodeLost(Event, frozen=True, kw_only=True, tag="node_lost"):

@@ -147,6 +147,10 @@ KINDS: Final[dict[str, Kind]] = {
     ),
     "swap_blocked": _kind("{node} should leave: {why}[ ({seen})]. It stays[: {because}]"),
     "swap_withdrawn": _kind("{node} need not leave any more: {why}"),
+    "swap_signal_harms": _kind(
+        "the run broke soon after its ranks were asked to save ({signal}), and had not saved. It is not sent again: "
+        "the setting swap.signal must name a signal at which all ranks save together"
+    ),
     "swap_undone": _kind("{node} is used again, which a planned swap had replaced: too few other nodes are left"),
     "swap_rejected": _kind("{node} stays: {why}"),
     "swap_no_member": _kind("{node} does not train in this attempt: there is nothing to replace"),

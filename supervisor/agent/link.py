@@ -184,6 +184,7 @@ class Link:
             index=plan.index,
             spare=plan.spare,
             scheduler_node=plan.scheduler_node,
+            domain=plan.domain,
             version=version,
             run=plan.run,
         )

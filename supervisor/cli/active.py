@@ -20,6 +20,7 @@ import msgspec
 from diagnosis.signals import clean_line
 from diagnosis.taxonomy import FailureClass
 from recovery.active_verdicts import node_verdict
+from recovery.scheduling import slurm_domain
 from supervisor.cli.job_commands import JobHandle, job_options_later, send, status_from_journal
 from supervisor.cli.nodes import keep_results
 from supervisor.cli.output import operator_name, print_answer, warn
@@ -186,7 +187,7 @@ def _together(bench: ActiveSetup, options: ActiveOptions, place: Meeting, earlie
             bench=bench,
             suite_name=options.suite,
             own_address=own_address(),
-            domain=os.environ.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")[0],  # `spine.leaf1.node3`
+            domain=slurm_domain(os.environ),
             floors=options.floors,
             only=options.only,
             earlier=earlier,

@@ -328,6 +328,7 @@ class ControlLoop:
                 index=hello.index,
                 spare=hello.spare,
                 scheduler_node=hello.scheduler_node,
+                domain=hello.domain,
             )
         )
         log.info("agent of %s connected from %s", hello.node, connection.peer)

@@ -30,7 +30,7 @@ from recovery.checkpoint import ResumeSituation
 from recovery.group_tests import Blamed, PairConclusion
 from recovery.incident_memory import Correction, Recurrence
 from recovery.policy import Plan, RestartBudget
-from recovery.swaps import PROVEN, SHARED_S, STORM_NODES, STORM_S
+from recovery.swaps import PROVEN, SHARED_S, STORM_S, have_a_common_cause
 from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts, Space
 from supervisor.job.core import (
@@ -628,8 +628,9 @@ class Incidents:
     def is_storm(self, at: float, failure_class: FailureClass | None = None) -> bool:
         """Devices of so many nodes failed within moments, or got worse in the same way within minutes, that no node by
         itself is to blame."""
-        worse = self.log.worse_nodes(failure_class, at) if failure_class is not None else ()
-        return max(len(self.log.failing_nodes(at)), len(worse)) >= STORM_NODES
+        worse = self.log.worse_nodes(failure_class, at) if failure_class is not None else set()
+        domains = {node.name: node.domain for node in self._nodes}
+        return any(have_a_common_cause(nodes, domains) for nodes in (self.log.failing_nodes(at), worse))
 
     @property
     def early(self) -> IncidentRecord | None:

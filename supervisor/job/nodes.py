@@ -45,6 +45,8 @@ class Node:
     findings_seen: int = 0
     scheduler_name: str = ""
     """What the scheduler calls it."""
+    domain: str = ""
+    """Its switch or rack; empty: not known."""
 
 
 class Nodes:
@@ -187,7 +189,7 @@ class Nodes:
         if event.host:
             node.host, node.address = event.host, event.address
             node.index, node.spare = event.index, event.spare
-            node.scheduler_name = event.scheduler_node or node.name
+            node.scheduler_name, node.domain = event.scheduler_node or node.name, event.domain
         node.present, node.why, node.front_ended, node.quiet_since = True, "", False, None
         if not node.done:
             self._unfinished.add(node.name)

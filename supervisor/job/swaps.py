@@ -38,6 +38,8 @@ INTERVALS: Final = 4
 REJECTED_KEPT: Final = 256
 PROPOSED_MOST: Final = 16
 """Where more nodes should leave at once (maintenance of a whole cluster), swaps are no answer."""
+ASKED_S: Final = 60.0
+"""A run that breaks so soon after it was asked for a checkpoint, and has not saved, broke of that."""
 MADE_KEPT: Final = 2000
 """More than a day allows."""
 TELLS: Final = {"planned": "swap_planned", "recommended": "swap_recommended", "blocked": "swap_blocked"}
@@ -107,6 +109,11 @@ class Swaps:
         """Those that nobody had asked for."""
         self._left: dict[str, None] = {}
         """Nodes that left without an operator's word, the newest last."""
+        self._asked_after: SavedAs | None = None
+        """The newest checkpoint when the ranks were asked for one."""
+        self._asked_at = 0.0
+        self._signal_harms = False
+        """The run broke after it, and had not saved: it is not sent again."""
         self.made: dict[str, int] = {}
         """Cause -> how many were made."""
 
@@ -419,9 +426,21 @@ class Swaps:
         """Or at least have the nodes look for one."""
         attempt, signal = self._live(), self._core.spec.swap_signal
         self._nodes.await_save(True)
-        if attempt is not None and signal:
+        if attempt is not None and signal and not self._signal_harms:
+            self._asked_after, self._asked_at = self._newest(), self._core.now
             self._attempts.ranks_asked()
             self._nodes.ask_to_save(signal, attempt.members)
+
+    def _learn_of_signal(self) -> Wants:
+        """The attempt is over: did it break soon after its ranks were asked for a checkpoint, and without one?"""
+        attempt, newest = self._attempts.current, self._newest()
+        if attempt is None or not attempt.asked or (newest is not None and newest.is_newer_than(self._asked_after)):
+            return
+        broke = [one for one in self._incidents.log.records if one.attempt == attempt.number]
+        after_s = [one.failed_at - self._asked_at for one in broke if one.trigger in ("exit", "hang")]
+        if any(0.0 <= one < ASKED_S for one in after_s):
+            self._signal_harms = True
+            yield note("swap_signal_harms", loud=True, signal=self._core.spec.swap_signal)
 
     def ranks_saved(self) -> Wants:
         """All ranks have ended after they were asked to save: the run goes on with the next attempt in any case."""
@@ -508,6 +527,7 @@ class Swaps:
         """The scheduler has started the job again: its nodes are others."""
         self.proposed.clear()
         self._left.clear()
+        self._signal_harms = False  # the script may have been changed
         self._look_as_usual()
 
     def give_back(self) -> WantsAnd[bool]:
@@ -532,6 +552,7 @@ class Swaps:
     def next_attempt_forms(self) -> Wants:
         """The run restarts for another reason: who should leave, leaves with it. What is known of nodes that have gone,
         or are cordoned, is forgotten."""
+        yield from self._learn_of_signal()
         attempt, spares = self._attempts.current, self._spares
         members = attempt.member_set if attempt is not None else frozenset()
         cordoned = self._nodes.cordoned()

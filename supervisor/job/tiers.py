@@ -297,7 +297,7 @@ class Tiers:
 
     def _choose_peers(self) -> None:
         known = sorted(self._nodes, key=lambda node: (node.index is None, node.index or 0, node.joined))
-        places = [NodePlace(node.name, node.host) for node in known]
+        places = [NodePlace(node.name, node.host, node.domain) for node in known]
         able = frozenset(
             node.name
             for node in known

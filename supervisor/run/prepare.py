@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from diagnosis.text import redact_words
-from recovery.scheduling import JobThere, slurm_job
+from recovery.scheduling import JobThere, slurm_domain, slurm_job
 from recovery.snapshot_memory import addresses, make_slots
 from recovery.tiers import MIRRORS
 from supervisor.config import NodePlan, RunSettings, Settings, absolute, load_site
@@ -156,6 +156,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
             index=index,
             spare=options.spare or (step_nodes > 1 and (index or 0) >= read.nodes_max),
             scheduler_node=scheduler_node,
+            domain=slurm_domain(environment),
             snapshot_files=tuple(addresses(slots)),
             settings=settings,
         )

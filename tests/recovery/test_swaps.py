@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recovery.swaps import SwapCase, decide
+from recovery.swaps import SwapCase, decide, have_a_common_cause
 
 BAD = {"cause": "device", "proven": True, "spares": 1}
 
@@ -55,3 +55,20 @@ def test_what_becomes_of_it(case: dict[str, Any], state: str) -> None:
 def test_an_operators_word_is_enough_but_makes_no_spare(more: dict[str, Any]) -> None:
     assert decide(SwapCase(**{**BAD, **more}, wanted=True)).state == "planned"
     assert decide(SwapCase(**{**BAD, **more, "spares": 0}, wanted=True)).state == "blocked"
+
+
+@pytest.mark.parametrize(
+    ("failed", "domains", "common"),
+    [
+        ("a", {"a": "r1", "b": "r1", "c": "r2"}, False),
+        ("ab", {"a": "r1", "b": "r1", "c": "r2"}, True),
+        ("ac", {"a": "r1", "b": "r1", "c": "r2"}, False),
+        ("ab", {"a": "r1", "b": "r1", "c": "r1"}, False),  # all of the job is there: that tells nothing
+        ("ab", {"a": "", "b": "", "c": ""}, False),
+        ("ab", {"a": "r1", "b": "", "c": "r2"}, False),
+        ("abc", {"a": "", "b": "", "c": ""}, True),
+        ("acd", {"a": "r1", "c": "r2", "d": "r3"}, True),
+    ],
+)
+def test_what_several_nodes_share(failed: str, domains: dict[str, str], common: bool) -> None:
+    assert have_a_common_cause(set(failed), domains) == common

@@ -198,6 +198,20 @@ class Faults(Control):
             outlook=outlook,  # type: ignore[arg-type]
         )
 
+    def rack_fails(self, rack: list[str], within_s: float) -> None:
+        """What these nodes share fails: within so many seconds all that have ranks lose a device."""
+        for name in rack:
+            self.later(self.late.uniform(0.0, within_s), self.rack_strikes, self.nodes[name])
+
+    def rack_strikes(self, node: FakeNode) -> None:
+        known = self.job.nodes.get(node.name)
+        if not node.ranks or node.group is None or known is None:
+            return
+        found = self.worn(node, "fails")
+        self.tell(m.FindingArrived(at=self.now, node=node.name, finding=found, number=known.findings_seen))
+        node.group.stick()
+        self.later(1.5, self.struck, node, self.job.attempt.number if self.job.attempt is not None else 0)
+
     def struck(self, node: FakeNode, attempt: int) -> None:
         """One slow step later the watch says that its rank makes none any more."""
         if self.controller_up and self.ended is None and node.joined == attempt and node.ranks:

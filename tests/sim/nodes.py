@@ -53,6 +53,7 @@ class FakeNode:
 
     def __init__(self, world: Control, name: str, order: int, spare: bool) -> None:
         self.world, self.name, self.order, self.spare = world, name, order, spare
+        self.domain = ""
         self.up = True
         self.agent_up = True
         self.cut = False
@@ -282,6 +283,7 @@ class FakeNode:
                 index=self.order,
                 spare=self.spare,
                 scheduler_node=f"slurm-{self.name}",
+                domain=self.domain,
             )
             world.tell(hello)
         self.seq += 1

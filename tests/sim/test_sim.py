@@ -55,6 +55,25 @@ def test_the_breaker_is_reached_and_holds(world: Any) -> None:
     assert held
 
 
+@pytest.mark.parametrize("racks", [True, False])
+def test_a_rack_that_fails_is_no_mass_cordon(world: Any, racks: bool) -> None:
+    """Its nodes are held for, or one that was the first to tell is left out; without racks two may be."""
+    held = 0
+    for seed in range(8):
+        w = world(seed, nodes=16, spares=8, faults_s=0.0)
+        w.verdicts, w.fingerprints, w.target = frozenset({"gpu_fallen_off_bus"}), ("",), 600
+        for node in w.nodes.values():
+            node.domain = f"spine.leaf{node.order // 4}" if racks else ""
+        rack = [node.name for node in w.nodes.values() if node.order // 4 == 1]
+        w.later(60.0, w.rack_fails, rack, 20.0)
+        w.run()
+        out = {name for name in rack if w.policy_cordons.get(name)}
+        assert len(out) <= (1 if racks else 2), f"seed {seed}: {out}"
+        held += sum("an operator decides" in line.text for line in w.job.story)
+        w.check_replay()
+    assert held
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1050))
 def test_many_seeds(world: Any, seed: int) -> None:

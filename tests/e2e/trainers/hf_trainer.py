@@ -33,7 +33,7 @@ class Pace(TrainerCallback):
         time.sleep(self.seconds)
 
 
-def main(out: Path, steps: int, pace_s: float, kept: int | None = None) -> None:
+def main(out: Path, steps: int, pace_s: float, kept: int | None = None, every: int = 5, jit: int = 0) -> None:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=128,
@@ -48,7 +48,7 @@ def main(out: Path, steps: int, pace_s: float, kept: int | None = None) -> None:
     arguments = TrainingArguments(
         output_dir=str(out),
         max_steps=steps,
-        save_steps=5,
+        save_steps=every,
         save_total_limit=kept,
         logging_steps=5,
         per_device_train_batch_size=4,
@@ -57,6 +57,7 @@ def main(out: Path, steps: int, pace_s: float, kept: int | None = None) -> None:
         report_to=[],
         dataloader_num_workers=0,
         seed=0,
+        enable_jit_checkpoint=bool(jit),
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=RandomTokens(), callbacks=[Pace(pace_s)])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(out)))

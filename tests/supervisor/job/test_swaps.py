@@ -25,6 +25,7 @@ OFF_BUS = Verdict(
     why="Xid 79",
     action="cordon_node_and_restart",
 )
+CRASHED = Verdict(failure_class=FailureClass.WORKER_CRASH, culprits=(), confidence=0.5, why="", action="restart")
 STRUCK = HangReport(
     kind="device", ranks=(2,), quiet_s=1.2, limit_s=1.0, phase="steady", why="no step for 1.2 s", early=True
 )
@@ -483,6 +484,28 @@ def test_ranks_are_asked_for_a_checkpoint_and_may_end_after_it(story: Any) -> No
     job.driver.up(5)
     job.driver.finish()
     assert job.job.attempt.finishing, "nobody has asked this attempt"
+
+
+@pytest.mark.parametrize(("saves", "after_s", "again"), [(False, 4.0, False), (True, 4.0, True), (False, 400.0, True)])
+def test_a_run_that_breaks_of_the_signal_is_not_sent_it_again(
+    story: Any, saves: bool, after_s: float, again: bool
+) -> None:
+    job = story(swap_signal="SIGTERM", nodes="abc", spares="st")
+    job.driver.verdict = CRASHED
+    job.finds("degrades", severity="error")
+    if saves:
+        job.driver.tell(m.OperatorCommand, command="mode", argument="recommend", by="ann", reason="")
+        job.save(7)
+        job.driver.tell(m.OperatorCommand, command="mode", argument="enforce", by="ann", reason="")
+    job.driver.now += after_s
+    job.driver.crash("b", 2, code=1, signal=None)
+    assert ("swap_signal_harms" in job.driver.loud) is not again
+    assert "b" not in job.members
+    job.driver.up(8)
+    number = job.job.nodes.get("a").ask_number
+    job.finds("degrades", "c", rank=4, severity="error")
+    assert (job.job.nodes.get("a").ask_number > number) is again
+    assert job.driver.replayed().view() == job.job.view()
 
 
 def test_another_start_by_the_scheduler_knows_nothing_of_its_nodes(story: Any) -> None:
