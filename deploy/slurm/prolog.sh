@@ -5,6 +5,7 @@
 #
 #   Prolog=/opt/unbroken/prolog.sh
 #   PrologEpilogTimeout=180
+#   SchedulerParameters=nohold_on_prolog_fail    # else Slurm holds the job that it requeues, until `scontrol release`
 #
 # UNBROKEN_TRAINING_PYTHON: the Python of an environment that has torch; without one the active tests are left out. A Prolog that fails has the node drained and the job requeued, so only wrong data and what failed twice counts;
 # a node that others use is not tested, and nothing that is wrong with the test itself counts.
@@ -19,4 +20,5 @@ if [ -z "$reason" ] && [ -n "$UNBROKEN_TRAINING_PYTHON" ]; then
 fi
 [ -n "$reason" ] || exit 0
 logger -t unbroken "$reason" 2>/dev/null
+timeout 10 scontrol update NodeName="$node" State=DRAIN Reason="${reason:0:200}" 2>/dev/null  # else: "Prolog error"
 exit 1
