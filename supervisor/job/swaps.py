@@ -26,6 +26,7 @@ from supervisor import messages as m
 from supervisor.job.attempts import Attempt, Attempts
 from supervisor.job.core import Core, NextAttempt, OpenIncident, Wants, WantsAnd
 from supervisor.job.incidents import Incidents
+from supervisor.job.ledger import proves_hardware
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.notes import note, text_of
@@ -437,8 +438,9 @@ class Swaps:
         if attempt is None or not attempt.asked or (newest is not None and newest.is_newer_than(self._asked_after)):
             return
         broke = [one for one in self._incidents.log.records if one.attempt == attempt.number]
-        after_s = [one.failed_at - self._asked_at for one in broke if one.trigger in ("exit", "hang")]
-        if any(0.0 <= one < ASKED_S for one in after_s):
+        broke = [one for one in broke if one.trigger in ("exit", "hang")]
+        others = [one for one in broke if one.verdict is None or not proves_hardware(one.verdict.failure_class)]
+        if any(0.0 <= one.failed_at - self._asked_at < ASKED_S for one in others):
             self._signal_harms = True
             yield note("swap_signal_harms", loud=True, signal=self._core.spec.swap_signal)
 

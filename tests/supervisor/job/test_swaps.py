@@ -508,6 +508,13 @@ def test_a_run_that_breaks_of_the_signal_is_not_sent_it_again(
     assert job.driver.replayed().view() == job.job.view()
 
 
+def test_a_device_that_fails_just_then_is_not_the_signals_doing(story: Any) -> None:
+    job = story(swap_signal="SIGTERM")
+    job.finds("degrades", severity="error")
+    job.driver.crash("b", 2, code=1, signal=None)  # Xid 79
+    assert (job.members, "swap_signal_harms" in job.driver.loud) == (("a", "s"), False)
+
+
 def test_another_start_by_the_scheduler_knows_nothing_of_its_nodes(story: Any) -> None:
     job = story(scheduler="slurm", scheduler_job="7")
     job.finds("degrades", severity="error")
