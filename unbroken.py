@@ -3,6 +3,8 @@
     unbroken ARGUMENTS, python -m unbroken ARGUMENTS      the command
     python .../unbroken.py -m MODULE ARGUMENTS            a module of ours (`supervisor.paths.daemon_argv`)
 
+    import unbroken; unbroken.diagnose("run.log")         the functions of `supervisor.api`, for scripts and notebooks
+
 A user's repository may have a folder or file `recovery`, `supervisor` or `diagnosis`, and PYTHONPATH may lead to the
 packages of another Python. Neither may come before ours; what they add stays importable behind (plug-ins).
 """
@@ -11,6 +13,29 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from supervisor.api import JobJournal as JobJournal
+    from supervisor.api import diagnose as diagnose
+    from supervisor.api import read_journal as read_journal
+
+__all__ = ["JobJournal", "diagnose", "read_journal"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of the API, imported when the first one is used. Raises AttributeError for any other."""
+    if name not in __all__:
+        raise AttributeError(f"module 'unbroken' has no attribute {name!r}")
+    import supervisor
+
+    ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "supervisor")
+    if os.path.dirname(os.path.abspath(supervisor.__file__ or "")) != ours:
+        why = f"{supervisor.__file__} is found before unbroken's own package `supervisor`"
+        raise ImportError(f"{why}: import unbroken from another folder")
+    from supervisor import api
+
+    return getattr(api, name)
 
 
 def our_packages_first(path: list[str], here: str, foreign: list[str], standard: str) -> list[str]:

@@ -361,10 +361,16 @@ def _readings(found: Sequence[log_files.Source], paths: Sequence[str], quiet: bo
 
 def main(paths: Sequence[str], as_json: bool, good: Sequence[str] = ()) -> None:
     """The command. Raises UnbrokenError when a path that was named cannot be read."""
+    found = diagnosed(paths, good, quiet=as_json)
+    print_answer(found, as_json, lambda value: diagnosis(value, beside_good_runs(value)))
+
+
+def diagnosed(paths: Sequence[str], good: Sequence[str] = (), *, quiet: bool) -> dict[str, Any]:
+    """The answer as JSON types. `quiet`: no progress is shown. Raises UnbrokenError as `main`."""
     earlier = [] if good else _earlier(paths)
-    readings = _read_or_end(paths, as_json, bool(good or earlier))
-    found = answer(readings, _good_runs(good, earlier, paths, as_json))
-    print_answer(_succeeded(paths, found) or found, as_json, lambda value: diagnosis(value, beside_good_runs(value)))
+    readings = _read_or_end(paths, quiet, bool(good or earlier))
+    found = answer(readings, _good_runs(good, earlier, paths, quiet))
+    return _succeeded(paths, found) or found
 
 
 def _succeeded(paths: Sequence[str], found: dict[str, Any]) -> dict[str, Any] | None:
