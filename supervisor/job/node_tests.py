@@ -8,6 +8,7 @@ all of it `LIMIT_S` at most. What follows from the outcome is not decided here.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -50,6 +51,8 @@ SUITE_S: Final[dict[m.SuiteName, float]] = {"quick": 60.0, "full": 600.0}
 SLACK_S: Final = 60.0
 """What a suite may take besides: it waits for ranks to end and for torch, and a node may be slow to answer."""
 MOST_DEVICES: Final = 64
+_ADDRESS: Final = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
+"""Agents obey no assignment with another one in it."""
 RESULTS_KEPT: Final = 64
 """Of one node: as many tests, of all of its devices."""
 NODES_KEPT: Final = 1000
@@ -181,8 +184,10 @@ class NodeTests:
             return
         if series is None or report.number != series.number or event.node not in series.nodes:
             return
-        if report.problem or (report.round == 0 and not 1 <= report.devices <= MOST_DEVICES):
-            series.out.setdefault(event.node, clean_line(report.problem or "it names no devices", 200))
+        can_meet = 0 < report.port < 65536 and _ADDRESS.fullmatch(report.address) is not None
+        if report.problem or not can_meet or not 1 <= report.devices <= MOST_DEVICES:
+            why = report.problem or "it names no address or devices that can be"
+            series.out.setdefault(event.node, clean_line(why, 200))
         elif report.round == 0 and not series.groups and not series.rounds:
             series.ready[event.node] = report
         elif series.groups and report.round == len(series.rounds) + 1 and event.node in series.able:

@@ -143,6 +143,32 @@ def test_one_that_does_well_is_used_again(suspected: Any) -> None:
     assert "n3" in driver.job.attempt.members
 
 
+def test_whatever_the_symptom_was(suspected: Any) -> None:
+    """Of a class for which policy by itself leaves nobody out."""
+    driver = suspected(8, verdict=suspicion("n3", failure_class=FailureClass.NCCL_TIMEOUT))
+    Fleet(driver, failing={"n3"}).run()
+    assert left_out(driver) == {"n3"}
+
+
+def test_it_ends_once_the_suspects_are_proven_good(suspected: Any) -> None:
+    """Even if something is wrong with others: nobody had suspected them."""
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver)
+    *_, other = (name for name in fleet.orders() if name != "n3")
+    fleet.failing = {other}
+    fleet.run()
+    assert fleet.rounds == 1
+    assert view(driver).passed == ("n3",)
+    assert left_out(driver) == set()
+
+
+def test_the_partner_may_be_the_bad_one(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    Fleet(driver, failing={"n0"}).run()
+    assert view(driver).passed == ("n3",)
+    assert left_out(driver) == {"n0"}
+
+
 def test_between_two_suspects(suspected: Any) -> None:
     driver = suspected(8, "n3", "n4")
     Fleet(driver, cut={frozenset(("n3", "n4"))}).run()
@@ -217,6 +243,19 @@ def test_busy_cpus_and_ranks_that_remain_say_nothing(suspected: Any) -> None:
     assert left_out(driver) == set()
     assert "ranks still run" in view(driver).unknown
     assert started(driver)
+
+
+@pytest.mark.parametrize("wrong", [{"address": "h; rm"}, {"port": 0}, {"port": 70000}, {"devices": 0}])
+def test_an_agent_that_names_an_impossible_place(suspected: Any, wrong: dict[str, Any]) -> None:
+    """The others would obey no assignment with that in it."""
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver)
+    name, order = next((name, order) for name, order in fleet.orders().items() if name != "n3")
+    fleet.answer(name, order, None, **wrong)
+    fleet.done.add((name, order.number, order.round))
+    fleet.run()
+    assert view(driver).passed == ("n3",)
+    assert name not in view(driver).partners
 
 
 def test_a_new_controller_goes_on_where_the_old_one_was(suspected: Any) -> None:
