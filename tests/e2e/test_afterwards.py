@@ -80,7 +80,7 @@ def test_wrong_commands(tmp_path: Path, code: int, command: Sequence[str], says:
     ("code", "options", "says"),
     [
         (2, ["--no-such-option"], "unrecognized arguments: --no-such-option"),
-        (1, ["--log-dir", "train.py/logs", "--tee", "3"], "NotADirectoryError"),
+        pytest.param(1, ["--log-dir", "train.py/logs", "--tee", "3"], "NotADirectoryError", marks=pytest.mark.slow),
     ],
 )
 def test_torchruns_own_error_ends_the_run_as_torchrun_would(

@@ -17,6 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.root]
 Supervise = Callable[..., Any]
 
 
+@pytest.mark.slow
+@pytest.mark.lasts(60)
 def test_a_node_is_lost_with_its_disk_while_the_shared_folder_is_away(supervise: Supervise, tmp_path: Path) -> None:
     """The spare gets the lost node's part from its peer's mirror; what could not be published is, later."""
     with Cluster(supervise, tmp_path, hold=25, pace=0.1) as cluster:
