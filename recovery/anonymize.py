@@ -189,13 +189,14 @@ class Anonymizer:
 
     # ----- what is a name -----
 
-    def know(self, kind: Kind, name: str) -> None:
-        """It is one wherever it stands, unless it is too short or a common word."""
+    def know(self, kind: Kind, name: str, *, sure: bool = False) -> None:
+        """It is one wherever it stands, unless it is a common word; and one that only stood like a name must not be
+        short or a technical term."""
         name = _plain(name).strip(" .-_\"'").lower()
         if kind == "host":
             name = name.partition(".")[0]
         short = len(name) < LEARNED_CHARS and not (kind == "host" and any(map(str.isdigit, name)))
-        if not name or short or name in _COMMON or _TECHNICAL.fullmatch(name):
+        if len(name) < 2 or name in _COMMON or (not sure and (short or _TECHNICAL.fullmatch(name))):
             return
         if re.fullmatch(r"\w[\w.-]*", name):
             self._known.setdefault(name, kind)

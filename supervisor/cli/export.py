@@ -149,12 +149,12 @@ def anonymized(found: Iterable[ClosedIncident], salt: bytes) -> list[dict[str, A
         for text in (one.what, one.why, *one.evidence, one.plan, one.outcome, *(each.note for each in one.corrections)):
             hide.learn(text)
         for node in (*one.nodes, *one.cordoned, *(gpu.partition("/")[0] for gpu in one.gpus if "/" in gpu)):
-            hide.know("host", node)
-        hide.know("job", one.job)
+            hide.know("host", node, sure=True)
+        hide.know("job", one.job, sure=True)
         for each in one.corrections:
             user, _, host = each.by.partition("@")
-            hide.know("user", user.partition(" ")[0])
-            hide.know("host", host)
+            hide.know("user", user.partition(" ")[0], sure=True)
+            hide.know("host", host, sure=True)
     return [_hidden(one, hide) for one in found]
 
 

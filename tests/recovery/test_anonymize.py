@@ -115,6 +115,13 @@ def test_what_the_diagnoser_reads_stays(text: str) -> None:
     assert made(text) == [text]
 
 
+@pytest.mark.parametrize("name", ["vm", "gpu1", "h100", "rank7"])
+def test_a_name_that_is_sure_may_be_short_or_a_technical_term(name: str) -> None:
+    one = Anonymizer(b"s" * 16)
+    one.know("host", name, sure=True)
+    assert name not in one.text(f"rank 1 on {name} ended; {name}: down").replace("rank 1", "")
+
+
 def test_hostile_text_takes_no_time() -> None:
     for text in (
         "a-" * 2000,
