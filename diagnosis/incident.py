@@ -378,7 +378,5 @@ class Opinion(Frozen, frozen=True, kw_only=True):
     tokens_read: int = 0
     tokens_written: int = 0
     """As the model's side counted them; 0: it did not say."""
-    cost: float = 0.0
-    """What they cost, by the prices that are configured; 0: none are."""
     problem: str = ""
     """Why there is no opinion (no answer in time, not grounded, ...); then the other fields mean nothing."""

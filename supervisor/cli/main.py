@@ -25,6 +25,7 @@ from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.export import export
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
 from supervisor.cli.jobs import jobs, logs, page
+from supervisor.cli.llm import llm
 from supervisor.cli.nodes import nodes
 from supervisor.cli.output import print_answer, warn
 from supervisor.cli.report import report
@@ -378,6 +379,7 @@ for each in (
     page,
     bundle,
     report,
+    llm,
     *JOB_COMMANDS,
     *OPERATOR_COMMANDS,
 ):

@@ -618,8 +618,10 @@ def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
     model = opinion["model"] or "a model"
     if opinion["problem"]:
         return [_field("opinion", f"none from {model}: {opinion['problem']}")]
+    tokens = opinion["tokens_read"] + opinion["tokens_written"]
+    took = seconds(opinion["took_s"]) + (f", {tokens} tokens" if tokens else "")
     parts: list[RenderableType] = [
-        _field("opinion", f"{opinion['failure_class']} ({model}, in {seconds(opinion['took_s'])}; never acted upon)"),
+        _field("opinion", f"{opinion['failure_class']} ({model}, in {took}; never acted upon)"),
         _field("", culprits_text(opinion) or "no culprit"),
         _field("", opinion["why"]),
     ]

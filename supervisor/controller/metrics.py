@@ -141,6 +141,12 @@ def _incidents(job: Job) -> Iterator[Sample]:
     for kind in (*PHASES, "redo", "other"):
         yield Sample("unbroken_job_badput_seconds_total", sums.badput_s.get(kind, 0.0), (kind,))
     yield Sample("unbroken_job_lost_steps_total", sums.redone_steps)
+    use = job.incidents.log.opinion_use
+    for result, count in (("answered", use.answered), ("failed", use.failed)):
+        yield Sample("unbroken_job_opinions_total", count, (result,))
+    yield Sample("unbroken_job_opinion_seconds_total", use.took_s)
+    for kind, tokens in (("read", use.tokens_read), ("written", use.tokens_written)):
+        yield Sample("unbroken_job_opinion_tokens_total", tokens, (kind,))
     plans = [record.plan for record in job.incidents.log.open_failures() if record.plan is not None]
     proposed = sum(len(plan.cordons) for plan in plans) if job.incidents.approval_wanted else 0
     yield Sample("unbroken_job_cordons_proposed", proposed)

@@ -304,12 +304,31 @@ def _add(sums: dict[str, float], seconds: Mapping[str, float]) -> None:
         sums[kind] = sums.get(kind, 0.0) + more
 
 
+@dataclasses.dataclass
+class OpinionUse:
+    """What opinions took, of all incidents."""
+
+    answered: int = 0
+    failed: int = 0
+    took_s: float = 0.0
+    tokens_read: int = 0
+    tokens_written: int = 0
+
+    def add(self, opinion: Opinion) -> None:
+        self.answered += not opinion.problem
+        self.failed += bool(opinion.problem)
+        self.took_s += opinion.took_s
+        self.tokens_read += opinion.tokens_read
+        self.tokens_written += opinion.tokens_written
+
+
 class IncidentLog:
     """All incidents of a job: the newest `RECORDS_KEPT` as records, older ones only in the sums."""
 
     def __init__(self) -> None:
         self.records: deque[IncidentRecord] = deque()
         self.total = 0
+        self.opinion_use = OpinionUse()
         self._old_lost_s = 0.0
         self._old_down_since: float | None = None
         self._old = IncidentTotals()

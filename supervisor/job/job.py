@@ -750,6 +750,7 @@ class Job:
         record = self.incidents.log.get(event.incident)
         if record is not None:
             record.add_opinion(event.opinion)
+            self.incidents.log.opinion_use.add(event.opinion)
 
     # ----- timers: ends of waiting -----
 

@@ -117,6 +117,19 @@ CONTROLLER: Final = (
     ),
     Family("unbroken_job_lost_steps_total", "counter", "Steps that were done again after restarts."),
     Family(
+        "unbroken_job_opinions_total",
+        "counter",
+        "Opinions of a language model: answered, or failed (no answer that can be used).",
+        ("kind",),
+    ),
+    Family("unbroken_job_opinion_seconds_total", "counter", "Time that a language model was asked."),
+    Family(
+        "unbroken_job_opinion_tokens_total",
+        "counter",
+        "Tokens that a language model read or wrote, as it says.",
+        ("kind",),
+    ),
+    Family(
         "unbroken_job_badput_seconds_total",
         "counter",
         "Time in which nothing was trained that counts: startup (until the first step), a phase of a closed incident, "

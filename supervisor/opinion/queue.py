@@ -252,7 +252,9 @@ def asked_incident(job: Job, incident: str) -> AskedIncident | None:
         seen = case.incident(evidence, findings, attempt.rank_nodes, attempt.world_size)
     others = (one.verdict for one in job.incidents.log.records if one.id != incident and one.verdict is not None)
     cases = [(one.failure_class, line.text) for one in others if one.kind == "cause" for line in one.evidence]
-    return AskedIncident(seen, case.verdict, case.folders, job.spec.name, None, tuple(cases))
+    known = {each.value: each for each in FailureClass}
+    settled = known.get(case.corrections[-1].failure_class) if case.corrections else None
+    return AskedIncident(seen, case.verdict, case.folders, job.spec.name, settled, tuple(cases))
 
 
 # ----- without a controller -----
