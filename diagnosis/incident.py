@@ -178,6 +178,8 @@ class RunComparison(Frozen, frozen=True, kw_only=True):
 
     beside: tuple[str, ...]
     """The names of the good runs."""
+    share: float = 1.0
+    """How much of the lines they have as well."""
     new: tuple[ComparedLine, ...] = ()
     """Lines that no good run has; what stands right before the failure first."""
     new_left_out: int = 0

@@ -44,6 +44,8 @@ ALIKE: Final = 0.75
 """Two templates of as many words are variants if this share of the words is the same."""
 FEW: Final = 0.125
 """A smaller share of the ranks is odd."""
+SAME_JOB: Final = 0.5
+"""If good runs have a smaller share of the lines, they are of another job, and all lines are new beside them."""
 SLOWER: Final = 1.5
 POINTS: Final = 5
 LAST_POINTS: Final = 20
@@ -210,15 +212,20 @@ def compare(
     by_source = {log.source: log for log in logs}
     told_by_source = {log.source: log for log in told}
     everyone = {rank for one in templates for rank in one.ranks} | {log.rank for log in logs if log.rank is not None}
-    ordered = sorted(new, key=lambda one: _distance(one, told_by_source.get(one.source)))
+    distances = {one.text: _distance(one, told_by_source.get(one.source)) for one in new}
+    ordered = sorted(new, key=lambda one: distances[one.text])
+    # What is said after the failure is told only where nothing new stands before it.
+    shown = [one for one in ordered if not distances[one.text][0]] or ordered
     step = max((log.step for log in logs if log.step is not None), default=None)
-    comparable = any(run.came_as_far(step) for run in good)
+    share = _known_share(templates, known)
+    comparable = share >= SAME_JOB and any(run.came_as_far(step) for run in good)
     at_end = [one for one in ordered if comparable and _is_at_end(one, by_source.get(one.source))]
     missing = [*_skipped(templates, good), *_stopped(templates, by_source)]
     comparison = RunComparison(
         beside=tuple(run.name for run in good),
-        new=tuple(_compared_line(one, everyone) for one in ordered[:MAX_NEW]),
-        new_left_out=max(len(ordered) - MAX_NEW, 0),
+        share=round(share, 3),
+        new=tuple(_compared_line(one, everyone) for one in shown[:MAX_NEW]),
+        new_left_out=len(ordered) - len(shown[:MAX_NEW]),
         at_end=_evidence(at_end[0]) if at_end else None,
         missing=tuple(missing[:MAX_MISSING]),
         slower=tuple(_slower(logs, good)),
@@ -226,6 +233,14 @@ def compare(
         known=_excused(logs, told),
     )
     return comparison, told
+
+
+def _known_share(templates: Iterable[Template], known: KnownLines) -> float:
+    """How much of the lines good runs have as well."""
+    counts = {True: 0, False: 0}
+    for one in templates:
+        counts[one.text in known.texts] += one.count
+    return counts[True] / max(sum(counts.values()), 1)
 
 
 def _distance(one: Template, log: LogSummary | None) -> tuple[bool, int, str]:

@@ -33,13 +33,13 @@ from diagnosis.logs import compare, digest, reader
 from diagnosis.logs import curves as logs_curves
 from diagnosis.logs.compare import GoodRun
 from diagnosis.logs.reader import LogReader
-from diagnosis.signals import Evidence, RankStack
+from diagnosis.signals import Evidence, RankStack, clean_line
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.text import redact
 from diagnosis.verdict.triage import conclude
 from supervisor import config
 from supervisor.cli.output import print_answer, warn
-from supervisor.cli.render import diagnosis, rank_list
+from supervisor.cli.render import SHOWN, diagnosis, rank_list
 from supervisor.config import read_toml
 from supervisor.diagnose import log_files
 from supervisor.diagnose.read import Reading, ReadOptions, joined_book, read_all, settings
@@ -54,6 +54,8 @@ where it made steps, so that something is left of it."""
 COMPARED_RUNS: Final = 3
 COMPARED_BYTES: Final = 64 << 20
 """Earlier attempts are read as long as they are no larger than this together, or than what is diagnosed."""
+Attempt = tuple[int, list[log_files.Source]]
+"""Its number and its files."""
 SUCCEEDED: Final = 0.97
 """The confidence of `none` if the job's own journal says that the job succeeded."""
 
@@ -174,6 +176,7 @@ def _compared(evidence: LogEvidence, readings: Sequence[Reading], good: Sequence
 def _comparison(found: RunComparison) -> dict[str, Any]:
     return {
         "beside": list(found.beside),
+        "share": found.share,
         "new": list(map(_line_of_run, found.new)),
         "new_left_out": found.new_left_out,
         "missing": list(map(_line_of_run, found.missing)),
@@ -193,7 +196,7 @@ def beside_good_runs(value: dict[str, Any]) -> list[str]:
         return [f"{what}: {_in_words(one)}" for one in lines if one["text"].strip() not in shown]
 
     return [
-        f"({', '.join(found['beside'])})",
+        f"beside {', '.join(found['beside'])} ({found['share']:.0%} of the lines are there as well):",
         *rows("new", found["new"]),
         *rows("missing", found["missing"]),
         *(f"slower: {one}" for one in found["slower"]),
@@ -362,7 +365,7 @@ def _readings(found: Sequence[log_files.Source], paths: Sequence[str], quiet: bo
 def main(paths: Sequence[str], as_json: bool, good: Sequence[str] = ()) -> None:
     """The command. Raises UnbrokenError when a path that was named cannot be read."""
     found = diagnosed(paths, good, quiet=as_json)
-    print_answer(found, as_json, lambda value: diagnosis(value, beside_good_runs(value)))
+    print_answer(found, as_json, _show)
 
 
 def diagnosed(paths: Sequence[str], good: Sequence[str] = (), *, quiet: bool) -> dict[str, Any]:
@@ -371,6 +374,18 @@ def diagnosed(paths: Sequence[str], good: Sequence[str] = (), *, quiet: bool) ->
     readings = _read_or_end(paths, quiet, bool(good or earlier))
     found = answer(readings, _good_runs(good, earlier, paths, quiet))
     return _succeeded(paths, found) or found
+
+
+def _show(value: dict[str, Any]) -> None:
+    diagnosis(value)
+    show_beside(value)
+
+
+def show_beside(value: dict[str, Any] | None) -> None:
+    """How it differs from good runs, if there are any."""
+    lines = beside_good_runs(value) if value is not None else []
+    for number, line in enumerate(lines):
+        click.echo(f"  {clean_line(line, SHOWN)}" if number else clean_line(line, SHOWN))
 
 
 def _succeeded(paths: Sequence[str], found: dict[str, Any]) -> dict[str, Any] | None:
@@ -404,22 +419,35 @@ def main_digest(paths: Sequence[str], limit_bytes: int, good: Sequence[str]) -> 
     click.echo(digest.render(built, limit_bytes), nl=False)
 
 
-def _earlier(paths: Sequence[str]) -> list[tuple[int, list[log_files.Source]]]:
-    """The newest earlier attempts in the folders that are diagnosed, as many as are read in about the same time."""
-    found = log_files.earlier_attempts(paths)
-    room = max(COMPARED_BYTES, sum(one.size for one in log_files.find(paths).sources)) if found else 0
+def _earlier(paths: Sequence[str], attempt: int | None = None) -> list[Attempt]:
+    """The newest attempts before this one (None: the newest) in the folders, as many as are read in about its time."""
+    found = log_files.attempts(paths)
+    attempt = max((number for number, _ in found), default=0) if attempt is None else attempt
+    room = max(COMPARED_BYTES, *(_size(files) for number, files in found if number == attempt), 0)
     kept = []
-    for number, sources in found[:COMPARED_RUNS]:
-        room -= sum(one.size for one in sources)
+    for number, files in [one for one in found if one[0] < attempt][:COMPARED_RUNS]:
+        room -= _size(files)
         if room < 0:
             break
-        kept.append((number, sources))
+        kept.append((number, files))
     return kept
 
 
-def _good_runs(
-    good: Sequence[str], earlier: Sequence[tuple[int, list[log_files.Source]]], paths: Sequence[str], quiet: bool
-) -> list[GoodRun]:
+def _size(files: Sequence[log_files.Source]) -> int:
+    return sum(one.size for one in files)
+
+
+def of_attempt(folder: str, attempt: int) -> dict[str, Any] | None:
+    """The answer for one attempt of a job beside those before it; None: there are none, or it is too large to read."""
+    files = dict(log_files.attempts([folder])).get(attempt, [])
+    earlier = _earlier([folder], attempt)
+    if not files or not earlier or _size(files) > COMPARED_BYTES:
+        return None
+    found = answer(_readings(files, [folder], True, True), _good_runs((), earlier, [folder], True))
+    return found if "compared" in found else None
+
+
+def _good_runs(good: Sequence[str], earlier: Sequence[Attempt], paths: Sequence[str], quiet: bool) -> list[GoodRun]:
     """The runs to compare with: those that were named, each path one of them; else earlier attempts that made steps.
 
     An earlier attempt went well until its last step: lines that appear only after that do not count.

@@ -205,10 +205,11 @@ def incidents(job: JobHandle, as_json: bool) -> None:
 def why(job: JobHandle, incident: str, as_json: bool, ask: bool, failure_class: str | None, note: str) -> None:
     """Explain INCIDENT (i-1, or `last`).
 
-    The verdict, its evidence, what was done, how long each phase took, where the evidence is kept, and whether it has
-    happened before. With --correct your word is kept beside the verdict; it changes nothing that was done.
+    The verdict, its evidence, what was done, how long each phase took, where the evidence is kept, whether it has
+    happened before, and how the output differs from that of earlier attempts. With --correct your word is kept beside
+    the verdict; it changes nothing that was done.
     """
-    from supervisor.cli import render
+    from supervisor.cli import diagnose, render
 
     if note and failure_class is None:
         raise click.UsageError("--note goes with --correct CLASS")
@@ -221,7 +222,14 @@ def why(job: JobHandle, incident: str, as_json: bool, ask: bool, failure_class: 
     if ask:
         found = _asked(job, found)
     job_dir = "" if job.folder is None else str(job.folder.absolute())
-    print_answer({"schema": 1, "incident": found, "job_dir": job_dir}, as_json, render.why)
+    beside = diagnose.of_attempt(job_dir, found["attempt"]) if job_dir else None
+    compared = {} if beside is None else {"compared": beside["compared"]}
+
+    def show(value: dict[str, Any]) -> None:
+        render.why(value)
+        diagnose.show_beside(beside)
+
+    print_answer({"schema": 1, "incident": found, "job_dir": job_dir, **compared}, as_json, show)
 
 
 def find_incident(job: JobHandle, name: str) -> dict[str, Any]:

@@ -716,8 +716,8 @@ _ACTIONS: Final = {
 }
 
 
-def diagnosis(value: dict[str, Any], beside: Iterable[str] = ()) -> None:
-    """The object of `diagnose --json`, in words. `beside`: how it differs from good runs."""
+def diagnosis(value: dict[str, Any]) -> None:
+    """The object of `diagnose --json`, in words."""
     verdict = value["verdict"]
     headline = f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}"
     fields: list[tuple[str, str]] = []
@@ -743,7 +743,6 @@ def diagnosis(value: dict[str, Any], beside: Iterable[str] = ()) -> None:
         *_lines("where ranks are", (f"{rank_list(one['ranks'])}: {one['place']}" for one in value["stacks"] or ())),
         *_lines("slow", (one["why"] for one in value["slowness"] or ())),
         *_lines("numbers", (one["why"] for one in value["numerics"] or ())),
-        *_lines("beside good runs", beside),
         *_lines("not read", value["problems"]),
         Text(f"({lines} line{'s' * (lines != 1)} of {files} file{'s' * (files != 1)})"),
     )

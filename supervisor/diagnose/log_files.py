@@ -27,8 +27,6 @@ HEAD: Final = 64 * 1024
 MAX_LINE: Final = 64 * 1024
 """A line is cut after this many bytes."""
 MAX_FILES: Final = 20_000
-MAX_EARLIER: Final = 4
-"""At most this many earlier attempts are compared with."""
 STDIN: Final = "-"
 _OPEN_ALREADY: Final = ("/dev/fd", "/proc/self/fd")
 """`diagnose <(dmesg)` names a pipe here."""
@@ -139,17 +137,15 @@ def _newest_attempts(sources: list[Source]) -> list[Source]:
     ]
 
 
-def earlier_attempts(paths: Iterable[str]) -> list[tuple[int, list[Source]]]:
-    """Attempts before the newest with output in these folders, the newest of them first, with their files."""
+def attempts(paths: Iterable[str]) -> list[tuple[int, list[Source]]]:
+    """The attempts with output in these folders, the newest first, with their files."""
     found: dict[int, list[Source]] = {}
     for path in filter(os.path.isdir, paths):
-        inside = sorted(_walk(path))
-        newest = {one.path for one in _newest_attempts(inside)}
-        for source in inside:
+        for source in sorted(_walk(path)):
             match = _ATTEMPT.match(source.path)
-            if match is not None and source.path not in newest and source.size:
+            if match is not None and source.size:
                 found.setdefault(int(match[2]), []).append(source)
-    return sorted(((number, files[:MAX_FILES]) for number, files in found.items()), reverse=True)[:MAX_EARLIER]
+    return sorted(((number, files[:MAX_FILES]) for number, files in found.items()), reverse=True)
 
 
 def open_source(source: Source) -> IO[bytes]:

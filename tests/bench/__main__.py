@@ -21,9 +21,11 @@ from supervisor.opinion.queue import backend_of
 from supervisor.run.prepare import training_python
 from tests.bench import diagnosis as diagnosis_bench
 from tests.bench import flight as flight_bench
+from tests.bench import good_runs
 from tests.bench import hazards as hazards_bench
 from tests.bench import learning as learning_bench
 from tests.bench import scan as scan_bench
+from tests.bench import second_reader as readers
 
 
 @click.group()
@@ -143,6 +145,27 @@ def scan(paths: tuple[str, ...], as_json: bool) -> int:
     found = scan_bench.report(paths, _log)
     print(json.dumps(found)) if as_json else scan_bench.show(found)
     return 0 if scan_bench.met(found) else 1
+
+
+@group.command()
+@click.argument("corpora", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def good(corpora: tuple[Path, ...], as_json: bool) -> int:
+    """What a comparison with good runs does to verdicts on labelled logs."""
+    found = good_runs.report(corpora)
+    print(json.dumps(found)) if as_json else good_runs.show(found)
+    return 0
+
+
+@group.command("second-reader")
+@click.argument("corpora", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--minilm", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of the model.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+def second_reader(corpora: tuple[Path, ...], minilm: Path | None, as_json: bool) -> int:
+    """Whether a linear classifier, BM25 or MiniLM knows more where the rules say `unknown` (needs numpy)."""
+    found = readers.report(corpora, minilm)
+    print(json.dumps(found)) if as_json else readers.show(found)
+    return 0
 
 
 def _log(text: str) -> None:

@@ -64,8 +64,8 @@ def test_new_lines_before_the_failure_come_first() -> None:
         "queue 3 runs dry",
         "shard 17 came late",
         "profile b is used",
-        "KeyError: 'gateway'",
     ]
+    assert found.new_left_out == 1
 
 
 def test_a_line_with_another_name_in_it_is_not_new() -> None:
@@ -89,6 +89,12 @@ def test_a_new_line_at_the_end_is_a_doubt_where_nothing_else_is_known() -> None:
     assert found.at_end is not None
     assert verdict.evidence[0].line == found.at_end.line == 55
     assert verdict.confidence < 0.6
+
+
+def test_runs_of_another_job_give_no_doubt() -> None:
+    run = good([f"epoch {number} begins, {line}" for number, line in enumerate(START * 30)])
+    _, _, verdict = compared([*START, *steps(0, 50), "shard 17 came late"], run)
+    assert verdict.failure_class is FailureClass.NONE
 
 
 def test_there_is_no_doubt_of_a_run_that_was_completed() -> None:

@@ -243,6 +243,11 @@ def test_a_job_folder_is_compared_with_its_earlier_attempts(answer, tmp_path):
     value = answer(tmp_path)
     assert value["compared"]["beside"] == ["attempt 2", "attempt 1"]
     assert [one["text"] for one in value["compared"]["new"]] == ["shard 17 came late"]
+    one_attempt = diagnose.of_attempt(str(tmp_path), 3)
+    assert one_attempt is not None
+    assert one_attempt["compared"] == value["compared"]
+    assert diagnose.of_attempt(str(tmp_path), 1) is None
+    assert diagnose.of_attempt(str(tmp_path / "nowhere"), 1) is None
 
 
 # ----- `unbroken diagnose` of flight recorder dumps -----
