@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import socket
 import subprocess
 import threading
@@ -136,6 +137,17 @@ class Monitoring:
         self.pager.server.shutdown()
 
 
+def dashboards() -> tuple[Any, ...]:
+    """Of deploy/grafana, which is no package."""
+    found: tuple[Any, ...] = runpy.run_path(str(SHIPPED.parent / "grafana/make_dashboards.py"))["DASHBOARDS"]
+    return found
+
+
+def filled(panel: Any, job: str) -> str:
+    """Its query, as Grafana asks it for one job and all nodes."""
+    return str(panel.expression.replace("$job", job).replace("$node", ".*"))
+
+
 @pytest.fixture
 def monitoring(tmp_path: Path) -> Iterator[Monitoring]:
     (tmp_path / "targets").mkdir()
@@ -170,6 +182,9 @@ def test_a_hung_rank_reaches_the_pager_with_its_class(
     assert incident["verdict"]["failure_class"] == "silent_hang"
     (step,) = monitoring.query(f'unbroken_rank_step{{job="{name}",rank="0"}}')
     assert int(step["value"][1]) >= 12
+
+    silent = {panel.title for one in dashboards() for panel in one.panels if not monitoring.query(filled(panel, name))}
+    assert not silent, "dashboards show nothing there"
 
     job.ask("approve", "--yes")
     job.until(
