@@ -70,7 +70,7 @@ HELP = {
         *("cordon", "uncordon"),
     ),
     "Look after nodes": ("check", "qualify", "nodes", "drain-requests"),
-    "Understand and plan": ("diagnose", "report", "advise", "config", "replay", "bench"),
+    "Understand and plan": ("diagnose", "report", "advise", "export", "llm", "config", "replay", "bench"),
 }
 """In which part of `unbroken --help` each command is listed."""
 
