@@ -162,7 +162,7 @@ def statement_of_match(match: RuleMatch, evidence: Evidence) -> Statement | None
         rule=match.rule,
         of_rank=match.scope == "rank",
         of_job=match.scope == "job",
-        gpu=match.fields.get("pci", "").lower().partition(".")[0],
+        gpu=(match.fields.get("pci") or match.fields.get("gpu", "")).lower().partition(".")[0],
         blames=_blamed(match) if match.role in ("cascade", "symptom") or _is_of_wire(match) else "",
         benign=caught or (match.severity != "fatal" and match.confidence < CERTAIN),
     )

@@ -54,6 +54,26 @@ _GOOD: Final = re.compile(
 )
 """Lines of reports and starts in which all is well, and torch's notice at a regular exit."""
 _REPORTS: Final = re.compile(r"\bNVIDIA-SMI\b|\balgbw +busbw\b|\bROCm System Management\b")
+_STATES: Final = re.compile(
+    r"\bsuccess(?:ful(?:ly)?)?\b|\bLinkUp\b|\bLink(?: is)? up\b|^\s{0,20}(?:\w{1,20})?State:?[.:\s]{1,40}(?:4: )?Active\b|\bREADY\b"
+    r"|^\S{1,80}\s{1,20}(?:\d{1,4}/\d{1,4}\s{1,20})?(?:Ready|Running|Completed)\s|\sCOMPLETED\s{1,20}0:0\s*$"
+    r"|^\S{1,40}\s{1,20}up\s{1,20}\S{1,20}\s{1,20}\d{1,6}\s{1,20}(?:idle|alloc|mix|comp|resv)\s"
+    r"|^\s{0,20}\d{1,12}(?:_\d{1,6})?\s.{1,80}\s(?:R|CG)\s{1,20}[\d:-]{4,16}\s|^\s{0,12}Link \d{1,2}: [\d.]{1,8} GB/s"
+    r"|\berrors?\s{0,4}[:=]\s{0,4}0\b|\bstatus[:=]\s{0,2}0\b|\b0(?:\.0)?% packet loss|\bWEXITSTATUS 0\b|[\" ]20[0-4] OK\b"
+    r"|^\s{2,16}U(?: [UX_])+\s*$|\s(?:Occurred|Pending|Error|Uncorrectable)\s{1,40}: (?:No|0)\s*$|\bBW average\b"
+    r"|^\s{0,8}Normal\s{1,12}(?:Scheduled|Pulled|Created|Started|\w{1,40}Ready)\s|\bKubeletReady\b|\bCompleted\s*$"
+    r"|\bmounted filesystem\b|\b[Ss]tarted \S|\bsaved\b",
+)
+"""Good states in reports of devices, links, nodes, jobs and pods."""
+_BAD_STATE: Final = re.compile(
+    r"\b(?:down|not[ _-]?ready|evict\w*|degraded|inactive|polling|drain\w*|drng|lost|killed|denied|refused|unable|missing"
+    r"|unreachable|stuck|hung|hangs|stall\w*|timed? ?out|stopped|stopping|terminat\w+|cancel\w*|\w*backoff|pending|waiting"
+    r"|wait|retry\w*|warn(?:ing)?s?|overflow|nan|throttl\w*|violation|exception|traceback|cannot|could not|no such|not found"
+    r"|can't|couldn't|won't|does not|unexpected|unsupported|dead|zombie|oom|evicting|reset|recover\w*|slow\w*)\b"
+    r"(?! ?[:=] ?(?:0|no|false|none)\b| +: (?:0|no|not active)\b)",
+    re.IGNORECASE,
+)
+"""Words that leave it open whether all is well."""
 _ENDS: Final = {
     "finished": ": the work was completed",
     "goes_on": ", and training goes on",
@@ -185,7 +205,9 @@ def _doubt(log: LogSummary) -> Evidence | None:
 def _are_all_well(logs: Sequence[LogSummary]) -> bool:
     """Reports and starts that say that something is good, and of which no line sounds of trouble."""
     lines = [line for log in logs for line in log.tail]
-    return any(map(_REPORTS.search, lines)) or any(map(_GOOD.search, lines))
+    if any(map(_REPORTS.search, lines)) or any(map(_GOOD.search, lines)):
+        return True
+    return any(map(_STATES.search, lines)) and not any(map(_BAD_STATE.search, lines))
 
 
 MAX_EVIDENCE: Final = 10

@@ -1,0 +1,25 @@
+"""Short documents of many kinds (`short_reports.txt`): reports of devices, links, nodes and pods, logs of other stacks."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from supervisor.cli import diagnose
+
+
+def reports() -> list[pytest.param]:
+    text = Path(__file__).with_name("short_reports.txt").read_text(encoding="utf-8")
+    found = []
+    for number, report in enumerate(text.split("\n@ ")[1:], start=1):
+        accepted, _, log = report.partition("\n")
+        found.append(pytest.param(accepted.split(), log + "\n", id=f"{number}-{accepted.split()[0]}"))
+    return found
+
+
+@pytest.mark.parametrize(("accepted", "log"), reports())
+def test_a_reader_on_call_would_say_the_same(accepted: list[str], log: str) -> None:
+    verdict = diagnose.answer([diagnose.read(io.BytesIO(log.encode()), "given.txt")])["verdict"]
+    assert verdict["failure_class"] in accepted, verdict["why"]
