@@ -27,6 +27,7 @@ from diagnosis.incident import (
     Verdict,
 )
 from diagnosis.signals import Evidence
+from diagnosis.tables import load
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
 from diagnosis.tracebacks import split_prefix
 from diagnosis.verdict import accounts, candidates, log_accounts
@@ -54,26 +55,7 @@ _GOOD: Final = re.compile(
 )
 """Lines of reports and starts in which all is well, and torch's notice at a regular exit."""
 _REPORTS: Final = re.compile(r"\bNVIDIA-SMI\b|\balgbw +busbw\b|\bROCm System Management\b")
-_STATES: Final = re.compile(
-    r"\bsuccess(?:ful(?:ly)?)?\b|\bLinkUp\b|\bLink(?: is)? up\b|^\s{0,20}(?:\w{1,20})?State:?[.:\s]{1,40}(?:4: )?Active\b|\bREADY\b"
-    r"|^\S{1,80}\s{1,20}(?:\d{1,4}/\d{1,4}\s{1,20})?(?:Ready|Running|Completed)\s|\sCOMPLETED\s{1,20}0:0\s*$"
-    r"|^\S{1,40}\s{1,20}up\s{1,20}\S{1,20}\s{1,20}\d{1,6}\s{1,20}(?:idle|alloc|mix|comp|resv)\s"
-    r"|^\s{0,20}\d{1,12}(?:_\d{1,6})?\s.{1,80}\s(?:R|CG)\s{1,20}[\d:-]{4,16}\s|^\s{0,12}Link \d{1,2}: [\d.]{1,8} GB/s"
-    r"|\berrors?\s{0,4}[:=]\s{0,4}0\b|\bstatus[:=]\s{0,2}0\b|\b0(?:\.0)?% packet loss|\bWEXITSTATUS 0\b|[\" ]20[0-4] OK\b"
-    r"|^\s{2,16}U(?: [UX_])+\s*$|\s(?:Occurred|Pending|Error|Uncorrectable)\s{1,40}: (?:No|0)\s*$|\bBW average\b"
-    r"|^\s{0,8}Normal\s{1,12}(?:Scheduled|Pulled|Created|Started|\w{1,40}Ready)\s|\bKubeletReady\b|\bCompleted\s*$"
-    r"|\bmounted filesystem\b|\b[Ss]tarted \S|\bsaved\b",
-)
-"""Good states in reports of devices, links, nodes, jobs and pods."""
-_BAD_STATE: Final = re.compile(
-    r"\b(?:down|not[ _-]?ready|evict\w*|degraded|inactive|polling|drain\w*|drng|lost|killed|denied|refused|unable|missing"
-    r"|unreachable|stuck|hung|hangs|stall\w*|timed? ?out|stopped|stopping|terminat\w+|cancel\w*|\w*backoff|pending|waiting"
-    r"|wait|retry\w*|warn(?:ing)?s?|overflow|nan|throttl\w*|violation|exception|traceback|cannot|could not|no such|not found"
-    r"|can't|couldn't|won't|does not|unexpected|unsupported|dead|zombie|oom|evicting|reset|recover\w*|slow\w*)\b"
-    r"(?! ?[:=] ?(?:0|no|false|none)\b| +: (?:0|no|not active)\b)",
-    re.IGNORECASE,
-)
-"""Words that leave it open whether all is well."""
+_STATES: Final = {name: re.compile("|".join(rows)) for name, rows in load("diagnosis", "states.toml").items()}
 _ENDS: Final = {
     "finished": ": the work was completed",
     "goes_on": ", and training goes on",
@@ -207,7 +189,7 @@ def _are_all_well(logs: Sequence[LogSummary]) -> bool:
     lines = [line for log in logs for line in log.tail]
     if any(map(_REPORTS.search, lines)) or any(map(_GOOD.search, lines)):
         return True
-    return any(map(_STATES.search, lines)) and not any(map(_BAD_STATE.search, lines))
+    return any(map(_STATES["good"].search, lines)) and not any(map(_STATES["doubtful"].search, lines))
 
 
 MAX_EVIDENCE: Final = 10
@@ -301,7 +283,7 @@ def verdict(
         why=best.why,
         action=_action(best, culprits),
         symptoms=tuple(dict.fromkeys(shown)),
-        alternatives=_alternatives(rivals, _seen(best, seen or {}), instead, confidence),
+        alternatives=_alternatives(rivals, _seen(best, seen or {}), instead, confidence, best.failure_class),
         evidence=_distinct(evidence)[:MAX_EVIDENCE],
         fingerprint=best.fingerprint,
     )
@@ -346,6 +328,7 @@ def _alternatives(
     seen: Mapping[FailureClass, float],
     instead: Mapping[FailureClass, float],
     confidence: float,
+    best: FailureClass,
 ) -> tuple[Alternative, ...]:
     """Other readings of the evidence, other classes in it, then classes that it does not exclude.
 
@@ -358,7 +341,8 @@ def _alternatives(
         for key in (*rivals, *seen, *instead)
     }
     total = sum(weights.values()) + numbers["not_thought_of"]
-    shares = {key: min((1.0 - confidence) * weight / total, confidence) for key, weight in weights.items()}
+    most = confidence if best is not FailureClass.UNKNOWN else 1.0
+    shares = {key: min((1.0 - confidence) * weight / total, most) for key, weight in weights.items()}
     found = sorted(shares.items(), key=lambda one: -one[1])[:MAX_ALTERNATIVES]
     return tuple(
         Alternative(failure_class=key, confidence=round(share, 3))

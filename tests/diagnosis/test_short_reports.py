@@ -1,4 +1,4 @@
-"""Short documents of many kinds (`short_reports.txt`): reports of devices, links, nodes and pods, logs of other stacks."""
+"""Short documents of many kinds (`short_reports.txt`): reports of devices, nodes and pods, logs of other stacks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from supervisor.cli import diagnose
 
 
-def reports() -> list[pytest.param]:
+def reports() -> list[object]:
     text = Path(__file__).with_name("short_reports.txt").read_text(encoding="utf-8")
-    found = []
+    found: list[object] = []
     for number, report in enumerate(text.split("\n@ ")[1:], start=1):
         accepted, _, log = report.partition("\n")
         found.append(pytest.param(accepted.split(), log + "\n", id=f"{number}-{accepted.split()[0]}"))
