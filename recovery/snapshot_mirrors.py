@@ -88,7 +88,7 @@ def to_bring(candidates: Iterable[Mirrored], members: Sequence[str], attempt: in
     """
     for one in candidates:
         if one.attempt == attempt and len(one.parts) == len(members):
-            same = all(part.owner == member for part, member in zip(one.parts, members, strict=True))
+            same = [part.owner for part in one.parts] == list(members)
             return None if same else one
     return None
 
