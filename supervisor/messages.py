@@ -715,7 +715,10 @@ class ReplicasDiffer(Event, frozen=True, kw_only=True, tag="replicas_differ"):
 
 
 class SnapshotSeen(Event, frozen=True, kw_only=True, tag="snapshot_seen"):
-    """All ranks have written a snapshot of this step. Told now and then, where snapshots are mirrored."""
+    """All ranks have written a snapshot of this step. Told now and then, where snapshots are mirrored.
+
+    Where a script goes back by itself, the newest step of a node before that and its newest now are told at once.
+    """
 
     attempt: int
     step: int

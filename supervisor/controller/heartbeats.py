@@ -142,6 +142,8 @@ class HeartbeatEvents:
     def __init__(self, skew: tuple[Difference, ...] = (), mirrors: Callable[[], bool] = lambda: False) -> None:
         self._mirrors = mirrors
         self._snapshot_told: tuple[tuple[int, int], float] = ((0, -1), -math.inf)
+        self._left_step = (0, -1)
+        """Attempt and step from which the script has gone back by itself."""
         """Attempt and step of the newest one that was told, and when."""
         self._watch = hang.HangWatch()
         self._stragglers = StragglerWatch()
@@ -330,7 +332,9 @@ class HeartbeatEvents:
             folders = beat.checkpoint_folders or ()
             events.append(m.CheckpointsSeen(at=now, node=beat.node, checkpoints=beat.checkpoints, folders=folders))
         if beat.snapshots is not None:
+            before = self._snapshots.get(beat.node, ())
             self._snapshots[beat.node] = beat.snapshots
+            self._tell_going_back(_newest_step(before), _newest_step(beat.snapshots), now, events)
             self._compare_replicas(beat.snapshots, now, events)
             self._tell_snapshot(now, events)
         if beat.tiers is not None:
@@ -370,6 +374,14 @@ class HeartbeatEvents:
         if newest is not None and (newest.attempt, newest.step) != told:
             self._snapshot_told = (newest.attempt, newest.step), now
             events.append(m.SnapshotSeen(at=now, attempt=newest.attempt, step=newest.step))
+
+    def _tell_going_back(
+        self, before: tuple[int, int], held: tuple[int, int], now: float, events: list[m.AnyEvent]
+    ) -> None:
+        """A script goes back by itself, in the same attempt: told at once, with the step from which it did."""
+        if self._mirrors() and held[0] == before[0] and held < before and before > self._left_step:
+            self._left_step, self._snapshot_told = before, (held, now)
+            events += [m.SnapshotSeen(at=now, attempt=attempt, step=step) for attempt, step in (before, held)]
 
     def _compare_replicas(self, held: tuple[RankSnapshot, ...], now: float, events: list[m.AnyEvent]) -> None:
         for one in self._replicas.observe(held):
@@ -588,6 +600,11 @@ class HeartbeatEvents:
         if isinstance(notice, hang.Wake):
             return m.RankWakeWanted(at=now, attempt=self._attempt, ranks=notice.ranks, stopped_s=notice.stopped_s)
         return m.SilenceSeen(at=now, attempt=self._attempt, report=notice.report)
+
+
+def _newest_step(held: tuple[RankSnapshot, ...]) -> tuple[int, int]:
+    """Attempt and step of the newest snapshot of a node."""
+    return max(((one.attempt, one.step) for one in held), default=(0, -1))
 
 
 def _matters(beat: m.Heartbeat, seen: _Seen) -> bool:

@@ -47,6 +47,9 @@ class SnapshotMirrors:
         self._before: CommonStep | None = None
         self._seen: CommonStep | None = None
         self._target: MirrorTarget | None = None
+        self._left = (0, -1)
+        """Attempt and step: the script has gone back from it by itself, and may make steps up to it once more. Copies
+        of those are of two runs."""
         self._named_at = 0.0
         """When the step was named."""
         self._told: tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]] = (None, ())
@@ -59,7 +62,11 @@ class SnapshotMirrors:
         """Of the nodes that are there, the newest first."""
         if not self.are_on:
             return []
-        return joined({node: report.snapshots for node, report in self._tiers.reports().items()})
+        found = joined({node: report.snapshots for node, report in self._tiers.reports().items()})
+        return [one for one in found if not self._is_left(one.attempt, one.step)]
+
+    def _is_left(self, attempt: int, step: int) -> bool:
+        return attempt == self._left[0] and step <= self._left[1]
 
     @property
     def _have_peers(self) -> bool:
@@ -116,16 +123,26 @@ class SnapshotMirrors:
     def seen(self, event: m.SnapshotSeen) -> Wants:
         if self.are_on:
             self._before, self._seen = self._seen, CommonStep(event.attempt, event.step, event.at)
+            self._note_going_back()
             self.work_out(event.attempt)
         yield from ()
+
+    def _note_going_back(self) -> None:
+        """While no ranks run, an older step is one that was brought."""
+        before, seen = self._before, self._seen
+        if before is None or seen is None or self._core.state not in ("RUNNING", "DIAGNOSING"):
+            return
+        if seen.attempt == before.attempt and seen.step < before.step:
+            self._left, self._target = max(self._left, (before.attempt, before.step)), None
 
     def work_out(self, attempt: int) -> None:
         """What nodes have, or what their ranks wrote, has changed."""
         if not self.are_on:
             return
-        if self._seen is not None and self._seen.attempt == attempt:
+        seen = self._seen
+        if seen is not None and seen.attempt == attempt and not self._is_left(attempt, seen.step):
             candidates = self.candidates()
-            target = next_target(self._target, self._before, self._seen, candidates, self._core.now)
+            target = next_target(self._target, self._before, seen, candidates, self._core.now)
             self._aim(target if self._have_peers else None)
         target = self._target
         told = (target.attempt, target.from_step) if target is not None else None, self._kept(attempt)

@@ -372,6 +372,13 @@ def test_where_snapshots_are_mirrored_the_job_hears_of_a_new_one_now_and_then(no
     assert told(4.0, 20) == []
     assert told(7.0, 30) == [30]
     assert told(12.0, 30) == []
+    assert told(13.0, 40) == [40]
+    assert told(13.5, 50) == []
+    assert told(14.0, 35) == [50, 35], "the script has gone back: that is told at once"
+    assert told(14.5, 50) == []
+    assert told(15.0, 35) == [], "known"
+    assert told(15.5, 60) == []
+    assert told(16.0, 10) == [60, 10]
 
 
 # ----- the loss -----

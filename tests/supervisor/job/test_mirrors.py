@@ -156,6 +156,49 @@ def test_only_the_attempt_that_has_just_ended_counts(cluster: Cluster) -> None:
     assert cluster.of("a").bring is None
 
 
+def test_what_the_script_has_gone_back_behind_is_not_brought(cluster: Cluster) -> None:
+    """By itself, in the same attempt: copies of steps that it is still to make once more are of another run."""
+    cluster.mirror(46)
+    cluster.seen(60)
+    cluster.seen(30)
+    assert cluster.driver.job.view().mirrored_snapshot is msgspec.UNSET
+    assert {(cluster.of(node).attempt, cluster.of(node).keep) for node in "abcd"} == {(0, ())}, "all of them are freed"
+    cluster.lose("b")
+    assert cluster.of("c").bring is None
+    assert cluster.driver.replayed().attempts.mirrors.candidates() == []
+
+
+def test_parts_from_before_and_after_it_went_back_are_never_one(cluster: Cluster) -> None:
+    """a's copy of step 46 is old, and b, which had missed it, copies the step that is made anew."""
+    cluster.tell("a", part("a", 0, 46, 1, cluster.driver.now))
+    cluster.seen(52)
+    cluster.seen(30)
+    cluster.tell("c", part("a", 0, 52, 1, cluster.driver.now))  # told late
+    cluster.seen(40)
+    assert cluster.of("b").attempt == 0
+    cluster.tell("b", part("b", 2, 46, 1, cluster.driver.now))
+    cluster.tell("d", part("b", 2, 52, 1, cluster.driver.now))
+    assert cluster.driver.job.attempts.mirrors.candidates() == []
+    cluster.seen(52)
+    assert cluster.of("b").attempt == 0, "step 52 may have been copied before"
+    cluster.seen(60)
+    assert cluster.of("b").from_step > 60
+    cluster.mirror(66)
+    assert cluster.driver.job.view().mirrored_snapshot.step == 66
+    cluster.lose("b")
+    assert cluster.of("c").bring.step == 66
+
+
+def test_a_snapshot_that_was_brought_is_no_going_back(cluster: Cluster) -> None:
+    cluster.mirror(46)
+    cluster.seen(60)
+    cluster.lose("b")
+    cluster.seen(46)  # all of them have it now
+    cluster.lose("c")
+    assert cluster.driver.job.attempt.members == ("a", "d")
+    assert cluster.of("d").bring.step == 46
+
+
 def test_what_was_written_while_the_numbers_were_wrong_is_not_brought(cluster: Cluster) -> None:
     cluster.driver.tell(m.NumbersSeen, after=5, attempt=1, bad=True, step=44, ranks=(0,))
     cluster.driver.now += 5
