@@ -62,7 +62,7 @@ class RankCopy:
         """Raises OSError, CopyError: also where memory is short."""
         available = free()
         if held.bytes + size > FREE_SHARE * (available + held.bytes):
-            raise CopyError(f"copies may take half of the memory that ranks leave: {available} bytes are free")
+            raise CopyError("copies may take half of the memory that ranks leave, and that is too little")
         self.size = size
         self.crc = 0
         self._at = 0
@@ -489,7 +489,8 @@ class SnapshotMirror:
         self._call, self._told = call, told
         self._copier = SlotCopier(node, files, self.copies)
         self._asked = SnapshotsAsked()
-        self._sent: tuple[PartKey, str] | None = None
+        self._sent: tuple[PartKey, PartSource] | None = None
+        """What was sent, and to whom: a mover that was started again answers at another port, and has lost it."""
         self._news, self._bring_news = threading.Event(), threading.Event()
 
     def obey(self, asked: SnapshotsAsked) -> None:
@@ -527,7 +528,7 @@ class SnapshotMirror:
         peer = asked.peer
         own = [part for part in self.copies.parts if part.owner == self._node and part.attempt == asked.orders.attempt]
         newest = max(own, key=lambda part: part.step, default=None)
-        if peer is None or newest is None or self._sent == (key_of(newest), peer.node):
+        if peer is None or newest is None or self._sent == (key_of(newest), peer):
             return
         whole = self.copies.get(key_of(newest))
         if whole is None:
@@ -542,7 +543,7 @@ class SnapshotMirror:
 
         with self._call(peer) as wire:
             send_snapshot(wire, whole, CopyPace(), count)
-        self._sent = key_of(newest), peer.node
+        self._sent = key_of(newest), peer
 
     def run_bringing(self) -> None:
         """A thread of its own: the other one may wait for a peer that is gone."""

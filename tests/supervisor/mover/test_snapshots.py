@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from recovery.snapshot_choice import SnapshotPart
@@ -232,6 +233,16 @@ def test_what_is_not_needed_any_more_is_freed(nodes: Callable[..., Node]) -> Non
     assert (steps(a), copies_held()) == ([], before)
 
 
+def test_a_lack_of_memory_is_told_in_the_same_words() -> None:
+    """Each other text would be another line on the user's terminal, every half minute."""
+    told = set()
+    for size in (PAGE, 2 * PAGE):
+        with pytest.raises(CopyError) as raised:
+            RankCopy(4 * PAGE, free=lambda size=size: size)  # type: ignore[misc]
+        told.add(str(raised.value))
+    assert len(told) == 1
+
+
 def copies_held() -> int:
     links = []
     for name in os.listdir("/proc/self/fd"):
@@ -415,6 +426,19 @@ def test_what_nobody_waits_for_is_not_put_into_slots(nodes: Callable[..., Node])
     b.mirror.obey(SnapshotsAsked(orders=ORDERS, bring=None, number=3))
     b.mirror.bring(bring(a.source("a")), 3)
     assert b.mirror.bring_problem
+
+
+def test_a_peer_that_was_started_again_gets_the_copy_once_more(nodes: Callable[..., Node]) -> None:
+    """Under its name another mover answers now, which has nothing."""
+    a, b = nodes("a"), nodes("b")
+    a.write(10)
+    turn(b)
+    turn(a, peer=b.source("a"))
+    assert steps(b) == [("a", 10)]
+    again = nodes("again")
+    turn(again)
+    turn(a, peer=msgspec.structs.replace(again.source("a"), node="b"))
+    assert steps(again) == [("a", 10)]
 
 
 def test_a_peer_takes_only_what_the_controller_wants_mirrored(nodes: Callable[..., Node]) -> None:
