@@ -58,8 +58,8 @@ PUBLISHED_REPORTED: Final = 4
 COMMITTING: Final = "committing"
 """In our folder there, of all jobs: a link for each name under which a save is about to appear. It leads nowhere, and
 says which job that is. It goes when the save is there."""
-NO_LINKS: Final = frozenset((errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS))
-"""A file system that knows no links: two jobs are not told apart there."""
+NO_LINKS: Final = frozenset((errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, 524))
+"""A file system that knows no links (524: as Linux' NFS says it): two jobs are not told apart there."""
 
 
 class PublishRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,12 +158,10 @@ class Publisher:
         note = data.parent / f"part-{self._node}.json"
         names = tuple(file.name for file in part.files)
         before = _read_note(note)
-        if before is not None and before.files == names:
-            return
-        if before is not None:
-            _remove_files(data, [name for name in before.files if name not in names])
-        staged = StagedPart(name=part.name, attempt=part.attempt, stamp=part.stamp, files=names)
-        write_atomically(note, msgspec.json.encode(staged), 0o600)
+        if before is None or before.files != names:
+            _remove_files(data, [name for name in before.files if name not in names] if before is not None else [])
+            staged = StagedPart(name=part.name, attempt=part.attempt, stamp=part.stamp, files=names)
+            write_atomically(note, msgspec.json.encode(staged), 0o600)
         (data.parent / f"going-{self._node}.json").unlink(missing_ok=True)  # it is wanted after all
 
     def staged_by(self, node: str) -> dict[SaveKey, float]:
@@ -311,6 +309,7 @@ class Publisher:
         self.read_records()
         record = self._record(save.name)
         if record is not None and record.save.key == save.key and record.state == "whole":
+            self._let_go(save.name)
             self._end_commit(save)
             return
         if why := why_bad_save(save):
@@ -324,6 +323,7 @@ class Publisher:
                 raise
         self._move(save, self._data(save.key))
         versions = {file.name: self._version(file.name, file.size) for file in save.files}
+        self._let_go(save.name)  # before: what is published already is not committed once more after a crash
         self._keep(PublishRecord(save=save, state="whole", at=time.time(), versions=versions))
         self._end_commit(save)
 
@@ -339,7 +339,6 @@ class Publisher:
 
     def _end_commit(self, save: Save) -> None:
         self._tell()
-        self._let_go(save.name)
         self._point(save)
         remove_ours(self._home / key_folder(save.key))
 

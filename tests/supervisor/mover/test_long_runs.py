@@ -3,6 +3,7 @@ jobs in the same folder."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -249,6 +250,18 @@ def test_what_is_being_removed_is_not_committed(node: Nodes) -> None:
     assert a.mover.commit()
 
 
+def test_what_was_staged_anew_is_committed_also_after_a_crash_in_between(node: Nodes) -> None:
+    """The mover had just said that it wants it after all, and not yet taken back the word of its removal."""
+    a, b = node("a"), node("b")
+    save = staged([a, b])
+    (note,) = (a.folder.parent / "shared/.unbroken-publishing").glob("*/*/part-b.json")
+    shutil.copy(note, note.with_name("going-b.json"))
+    b.mover._staged.clear()
+    assert b.mover.stage()
+    a.look(commit=(save,))
+    assert a.mover.commit()
+
+
 def test_two_jobs_do_not_publish_the_same_name(node: Nodes, tmp_path: Path) -> None:
     """Whoever is first publishes it; the other one leaves it alone, also afterwards."""
     a = node("a")
@@ -266,6 +279,21 @@ def test_two_jobs_do_not_publish_the_same_name(node: Nodes, tmp_path: Path) -> N
     with pytest.raises(CopyError):
         other.commit(save)
     assert published(a) == before
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, 524])
+def test_where_there_are_no_links_saves_are_published_too(
+    node: Nodes, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, "no links here")
+
+    a = node("a")
+    save = staged([a])
+    monkeypatch.setattr(os, "symlink", refuse)
+    a.look(commit=(save,))
+    assert a.mover.commit()
+    assert published(a)
 
 
 def test_an_old_record_is_found_among_many(tmp_path: Path) -> None:
