@@ -14,9 +14,9 @@
 export PATH="${UNBROKEN_BIN:-/opt/unbroken/bin}:$PATH"
 node=${SLURMD_NODENAME:-$(hostname -s)}
 
-reason=$(unbroken check --slurm prolog --node-name "$node" 2>/dev/null)
+reason=$(timeout -k 5 50 unbroken check --slurm prolog --node-name "$node" 2>/dev/null)
 if [ -z "$reason" ] && [ -n "$UNBROKEN_TRAINING_PYTHON" ]; then
-  reason=$(timeout 100 unbroken check --active quick --slurm prolog --python "$UNBROKEN_TRAINING_PYTHON" --node-name "$node" 2>/dev/null)
+  reason=$(timeout -k 5 100 unbroken check --active quick --slurm prolog --python "$UNBROKEN_TRAINING_PYTHON" --node-name "$node" 2>/dev/null)
 fi
 [ -n "$reason" ] || exit 0
 logger -t unbroken "$reason" 2>/dev/null

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -274,3 +275,14 @@ def test_a_real_driver_answers(check: Check) -> None:
     done = check("--only", "nvml", "--only", "gpu_driver_responds", "--preflight", "--json")
     assert done.entry("gpu_driver_responds")["status"] == "healthy"
     assert done.entry("gpu_nvml")["status"] == "healthy"
+
+
+def test_the_prolog_lets_a_job_start_where_our_programs_hang(tmp_path: Path) -> None:
+    """Where the file server with our environment does not answer, say: Slurm would drain each node at its own limit."""
+    bodies = {"unbroken": "exec sleep 300", "timeout": 'shift 3; exec /usr/bin/timeout 0.2 "$@"'}
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    script = Path(__file__).parents[3] / "deploy" / "slurm" / "prolog.sh"
+    env = {**os.environ, "UNBROKEN_BIN": str(tmp_path), "UNBROKEN_TRAINING_PYTHON": sys.executable}
+    assert subprocess.run([str(script)], env=env, timeout=30, check=False).returncode == 0
