@@ -154,6 +154,10 @@ class Cordons:
         held = (one for one in self._of_cluster if one.until is None or one.until > now)
         return {one.node: one for one in held if self.of_job(one.node, now) is None}
 
+    def for_all_jobs(self, now: float) -> set[str]:
+        """Nodes that the ledger of all jobs cordons, whatever this job says of them."""
+        return {one.node for one in self._of_cluster if one.until is None or one.until > now}
+
     def is_of_cluster(self, cordon: Cordon) -> bool:
         """The ledger of all jobs says so, and only there it is lifted."""
         return any(one is cordon for one in self._of_cluster)

@@ -25,6 +25,8 @@ DAY_S: Final = 86400.0
 STORM_NODES: Final = 3
 """So many nodes whose devices fail within moments share a cause: none of them is left out for it."""
 STORM_S: Final = 60.0
+RACK_MOST: Final = 64
+"""Nodes of the job. Below a switch with more of them two may fail by chance, or it is the name of the whole fabric."""
 SHARED_S: Final = 900.0
 """The same for devices that get worse in the same way: heat and a power brake are found over minutes."""
 
@@ -38,7 +40,11 @@ def have_a_common_cause(nodes: Set[str], domains: Mapping[str, str]) -> bool:
     if len(nodes) < 2 or len(nodes) >= STORM_NODES:
         return len(nodes) >= STORM_NODES
     theirs = {domains.get(node, "") for node in nodes}
-    return len(theirs) == 1 and "" not in theirs and not theirs.issuperset(domains.values())
+    if len(theirs) > 1 or "" in theirs:
+        return False
+    known = [domain for domain in domains.values() if domain]
+    below = sum(domain in theirs for domain in known)
+    return below < len(known) and below <= RACK_MOST
 
 
 PROVEN: Final[frozenset[Outlook]] = frozenset({"fails", "degrades", "slows"})

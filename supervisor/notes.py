@@ -154,6 +154,10 @@ KINDS: Final[dict[str, Kind]] = {
     "swap_undone": _kind("{node} is used again, which a planned swap had replaced: too few other nodes are left"),
     "swap_rejected": _kind("{node} stays: {why}"),
     "swap_no_member": _kind("{node} does not train in this attempt: there is nothing to replace"),
+    "spare_unwell": _kind(
+        "{node} is idle, and not well: {why}[ ({seen})]. It replaces nobody at a checkpoint, and otherwise only where "
+        "no other node is left. If it is well: `unbroken uncordon {node}`"
+    ),
     "swap_no_spare": _kind(
         "no spare can take the place of {node}. `unbroken cordon {node}` leaves it out of the next attempt"
     ),

@@ -68,6 +68,8 @@ class Nodes:
         """Those of the newest choice that keep their places, heard lately or not."""
         self.last_choice: frozenset[str] = frozenset()
         """Nodes that are used where there are no others: on probation, or with a bad score (`ClusterLedger`)."""
+        self._unwell: set[str] = set()
+        """Idle nodes whose hardware is proven bad, until they come back, or an operator vouches for them."""
         self.request_number = 0
         """Of the newest evidence request."""
         self._left_stopped: tuple[int, tuple[int, ...]] = (0, ())
@@ -122,6 +124,9 @@ class Nodes:
     def cordoned(self) -> set[str]:
         return {cordon.node for cordon in self.cordons.all(self._core.now)}
 
+    def is_unwell(self, name: str) -> bool:
+        return name in self._unwell
+
     def left_stopped(self, attempt: int) -> tuple[int, ...]:
         """Stopped ranks of this attempt that were not to be continued."""
         number, ranks = self._left_stopped
@@ -132,7 +137,8 @@ class Nodes:
 
         Members of the previous attempt keep their places; a node that replaces a lost one takes its place, so that
         ranks move as little as possible. Ordinary nodes come before spares, and both before those on probation or with
-        a bad score. Those that are silent just now come last, and of them first the one that was heard last.
+        a bad score, or a bad device. Those that are silent just now come last, and of them first the one that was heard
+        last.
         """
         made_from = (self._revision, previous, size, self.cordoned(), self.last_choice)
         if self._chosen[0] != made_from:
@@ -147,6 +153,7 @@ class Nodes:
         free.sort(
             key=lambda node: (
                 -math.inf if node.quiet_since is None else -node.quiet_since,
+                node.name in self._unwell,
                 node.name in last,
                 *_place(node),
             )
@@ -186,6 +193,7 @@ class Nodes:
             self._nodes[event.node] = node
         elif not node.present:
             node.findings_seen = 0
+            self.well_again(node.name)
         if event.host:
             node.host, node.address = event.host, event.address
             node.index, node.spare = event.index, event.spare
@@ -201,6 +209,19 @@ class Nodes:
         """All of it that the next choice depends on."""
         quiet_since = None if node.name in self._kept else node.quiet_since
         return node.present, quiet_since, node.index, node.spare
+
+    def set_unwell(self, name: str) -> bool:
+        """False: that was known, or nobody knows the node."""
+        if name not in self._nodes or name in self._unwell:
+            return False
+        self._unwell.add(name)
+        self._revision += 1
+        return True
+
+    def well_again(self, name: str) -> None:
+        if name in self._unwell:
+            self._unwell.discard(name)
+            self._revision += 1
 
     def lose(self, node: Node, why: str, *, front_ended: bool = False) -> None:
         node.present, node.why = False, why
@@ -305,6 +326,7 @@ class Nodes:
         self._nodes = {}
         self._unfinished.clear()
         self._ordinary.clear()
+        self._unwell.clear()
         self._revision += 1
 
 

@@ -130,7 +130,8 @@ class Swaps:
         if attempt is None:
             return 0
         usable = self._nodes.usable()
-        free = sum(node.name not in attempt.member_set and node.quiet_since is None for node in usable)
+        idle = [node for node in usable if node.name not in attempt.member_set]
+        free = sum(node.quiet_since is None and not self._nodes.is_unwell(node.name) for node in idle)
         missing = len(attempt.members) - sum(node.name in attempt.member_set for node in usable)
         return free - missing
 
@@ -218,6 +219,19 @@ class Swaps:
         """A device works on, and is slower or about to fail. (`fails` is for `Degraded` to follow first.)"""
         if finding.outlook in ("degrades", "slows", "repair"):
             yield from self.device(finding, node)
+        yield from self._spare_unwell(finding, finding.node or node)
+
+    def _spare_unwell(self, finding: Finding, name: str) -> Wants:
+        """A run that trains does not move to a node whose hardware is worse than what it leaves."""
+        attempt = self._attempts.current
+        if attempt is None or name in attempt.member_set or name in self._nodes.cordoned():
+            return
+        if finding.outlook not in ("fails", "degrades") or finding.severity == "warning":
+            return
+        if finding.evidence.source != "output" and self._nodes.set_unwell(name):
+            what = swaps.WORDS.get(finding.failure_class, finding.failure_class.value)
+            seen = clean_line(finding.evidence.text, TEXT_LIMIT)
+            yield note("spare_unwell", loud=True, node=name, why=what, seen=seen)
 
     def device(self, finding: Finding, node: str) -> Wants:
         """The node of this device should leave; `node`: whose agent has found it."""
@@ -290,11 +304,9 @@ class Swaps:
 
     def ledger_seen(self) -> WantsAnd[set[str]]:
         """Members that no job is to use leave at a checkpoint. Which of them have been told about so."""
+        yield from self._forget_lifted()
         now, members = self._core.now, self._cordoned_members()
         cordoned = self._nodes.cordons.of_cluster(now)
-        for name in [one.node for one in self.proposed.values() if one.cause == "cordoned" and not one.wanted_by]:
-            if name not in cordoned:
-                yield from self._withdraw(name, "it is no longer cordoned for the cluster")
         for name in members:
             cordon = cordoned[name]
             swap = ProposedSwap(
@@ -308,6 +320,13 @@ class Swaps:
             )
             yield from self._propose(swap)
         return {name for name in members if name in self.proposed}
+
+    def _forget_lifted(self) -> Wants:
+        """A cordon for the cluster was lifted, or its time is over: no reason to leave any more."""
+        cordoned = self._nodes.cordons.for_all_jobs(self._core.now)
+        for name in [one.node for one in self.proposed.values() if one.cause == "cordoned" and not one.wanted_by]:
+            if name not in cordoned:
+                yield from self._withdraw(name, "it is no longer cordoned for the cluster")
 
     def _job_name(self, scheduler_node: str) -> str:
         return next((node.name for node in self._nodes if node.scheduler_name == scheduler_node), scheduler_node)
@@ -365,7 +384,7 @@ class Swaps:
         if now and self._core.state not in ("STARTING", "RUNNING"):
             yield note("swap_not_now", refused=True, node=name, state=self._core.state)
             return
-        if self._spares < 1:
+        if self._spares + (name in self._nodes.cordoned()) < 1:
             yield note("swap_no_spare", refused=True, node=name)
             return
         known = self.proposed.get(name)
@@ -406,6 +425,7 @@ class Swaps:
     def forgive(self, name: str) -> None:
         """An operator has uncordoned it: what is found from now on counts again."""
         self._rejected = {key: None for key in self._rejected if key[0] != name}
+        self._nodes.well_again(name)
 
     # ----- checkpoints -----
 
@@ -425,10 +445,12 @@ class Swaps:
 
     def _ask_for_checkpoint(self) -> None:
         """Or at least have the nodes look for one."""
-        attempt, signal = self._live(), self._core.spec.swap_signal
+        attempt, signal, newest = self._live(), self._core.spec.swap_signal, self._newest()
         self._nodes.await_save(True)
-        if attempt is not None and signal and not self._signal_harms:
-            self._asked_after, self._asked_at = self._newest(), self._core.now
+        if attempt is None or not signal or self._signal_harms:
+            return
+        if not attempt.asked or (newest is not None and newest.is_newer_than(self._asked_after)):
+            self._asked_after, self._asked_at = newest, self._core.now
             self._attempts.ranks_asked()
             self._nodes.ask_to_save(signal, attempt.members)
 
@@ -446,6 +468,7 @@ class Swaps:
 
     def ranks_saved(self) -> Wants:
         """All ranks have ended after they were asked to save: the run goes on with the next attempt in any case."""
+        yield from self._forget_lifted()
         due, spares = [], self._spares
         for swap in self.proposed.values():
             if self.decision(swap, spares).state == "planned":
@@ -555,6 +578,7 @@ class Swaps:
         """The run restarts for another reason: who should leave, leaves with it. What is known of nodes that have gone,
         or are cordoned, is forgotten."""
         yield from self._learn_of_signal()
+        yield from self._forget_lifted()
         attempt, spares = self._attempts.current, self._spares
         members = attempt.member_set if attempt is not None else frozenset()
         cordoned = self._nodes.cordoned()

@@ -66,6 +66,9 @@ def test_an_operators_word_is_enough_but_makes_no_spare(more: dict[str, Any]) ->
         ("ab", {"a": "r1", "b": "r1", "c": "r1"}, False),  # all of the job is there: that tells nothing
         ("ab", {"a": "", "b": "", "c": ""}, False),
         ("ab", {"a": "r1", "b": "", "c": "r2"}, False),
+        ("ab", {"a": "r1", "b": "r1", "c": ""}, False),  # nobody knows that c is elsewhere
+        ("ab", dict.fromkeys("abdefghi", "r1") | {"c": "r2"}, True),
+        ("ab", dict.fromkeys(("a", "b", *map(str, range(63))), "fabric") | {"c": "r2"}, False),  # no rack is so large
         ("abc", {"a": "", "b": "", "c": ""}, True),
         ("acd", {"a": "r1", "c": "r2", "d": "r3"}, True),
     ],

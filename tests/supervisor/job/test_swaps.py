@@ -592,3 +592,93 @@ def test_a_cordoned_member_needs_a_spare_and_takes_only_one(story: Any) -> None:
     job.driver.join("t", spare=True)
     job.save(2)
     assert sorted(job.members) == ["a", "s", "t"]
+
+
+@pytest.mark.parametrize("signal", ["", "SIGTERM"])
+def test_a_cordon_whose_time_is_over_is_not_made_this_jobs_own(story: Any, signal: str) -> None:
+    """Not by a restart for another reason, and not when all ranks end after they were asked to save."""
+    job = story(ledger="cordon", swap_signal=signal)
+    cordons(job, "b", until=job.driver.now + 60)
+    job.driver.verdict = CRASHED
+    job.driver.now += 100
+    if signal:
+        job.driver.finish()
+    else:
+        job.driver.crash("a", 1)
+    assert (job.states, job.members, job.driver.number) == ({}, ("a", "b"), 2)
+    assert job.job.nodes.cordons.of_job("b", job.driver.now) is None
+    assert job.job.ledger._unwritten == {}
+
+
+def test_an_operators_cordon_as_well_does_not_keep_it(story: Any) -> None:
+    job = story()
+    cordons(job, "b")
+    job.driver.order("cordon", "b")
+    job.save(2)
+    assert job.members == ("a", "s")
+    assert "swap_withdrawn" not in job.driver.loud
+
+
+@pytest.mark.parametrize("when", ["b", "b --now"])
+def test_an_operator_may_swap_one_that_is_cordoned_for_the_cluster(story: Any, when: str) -> None:
+    """It takes the only spare, as `status` says."""
+    job = story()
+    cordons(job, "b")
+    job.driver.order("swap", when)
+    job.save(2)
+    assert job.members == ("a", "s")
+
+
+# ----- spares that are not well -----
+
+
+@pytest.mark.parametrize("outlook", ["fails", "degrades"])
+def test_a_run_that_trains_does_not_move_to_a_spare_with_a_bad_device(story: Any, outlook: Outlook) -> None:
+    job = story()
+    job.finds(outlook, "s", rank=None, severity="error")
+    assert "spare_unwell" in job.driver.loud
+    job.finds("degrades", severity="error")
+    job.save(2)
+    assert (job.states, job.members) == ({"b": "blocked"}, ("a", "b"))
+    job.driver.order("uncordon", "s")
+    job.save(3)
+    job.save(4)
+    assert job.members == ("a", "s"), "an operator vouches for it"
+    assert job.driver.replayed().view() == job.job.view()
+
+
+def test_another_spare_is_taken_first_and_a_bad_one_before_none(story: Any) -> None:
+    job = story(spares="st")
+    job.finds("fails", "s", rank=None)
+    job.finds("degrades", severity="error")
+    job.save(2)
+    assert job.members == ("a", "t")
+    job.driver.up(3)
+    job.driver.tell(m.NodeLost, node="t", silent_s=10.0)
+    job.driver.fire("evidence")
+    assert job.members == ("a", "s")
+
+
+@pytest.mark.parametrize("more", [{"source": "output"}, {"severity": "warning"}, {"outlook": "slows"}])
+def test_what_proves_nothing_leaves_a_spare_one(story: Any, more: dict[str, Any]) -> None:
+    job = story()
+    job.finds(**{"outlook": "fails", "node": "s", "rank": None, **more})
+    job.finds("degrades", severity="error")
+    assert job.states == {"b": "planned"}
+
+
+# ----- the signal -----
+
+
+def test_ranks_are_asked_once_for_one_checkpoint(story: Any) -> None:
+    """Neither another node that should leave, nor a spare that is silent and back, asks them while they save."""
+    job = story(swap_signal="SIGTERM", nodes="abcd", spares="st")
+    job.finds("degrades", severity="error")
+    asked = job.job.nodes.get("a").ask_number
+    job.finds("degrades", "c", rank=4, severity="error")
+    for silent_s, state in ((3.0, "blocked"), (0.0, "planned")):
+        for spare in "st":
+            job.driver.tell(m.NodeQuiet, node=spare, silent_s=silent_s)
+        job.sees((1, True, 60.0))
+        assert set(job.states.values()) == {state}
+    assert job.job.nodes.get("a").ask_number == asked == 1
