@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from diagnosis import rules
@@ -64,14 +64,6 @@ class Rejected(NamedTuple):
 def may_learn(verdict: Verdict | None, settled: FailureClass | None) -> bool:
     """Whether an incident may teach a rule: no cause was found, or an operator has corrected the class."""
     return settled is not None or verdict is None or verdict.kind in ("unknown", "symptom")
-
-
-def went_on(lines: Sequence[str]) -> list[str]:
-    """Those of a rank's last lines after which it still trained."""
-    progress = ProgressReader()
-    for number, line in enumerate(lines, 1):
-        progress.feed(line.encode(), number)
-    return list(lines[: progress.line or 0])
 
 
 def row(rule: ProposedRule) -> dict[str, Any]:

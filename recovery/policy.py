@@ -49,7 +49,8 @@ _ONCE = frozenset(
         FailureClass.SCRIPT_ERROR,
     }
 )
-"""Restarted once, also if the verdict says `stop`; the second time without progress in between it stops."""
+"""Restarted once, also if the verdict says `stop`; the second time without progress in between it stops. So is a class
+that a restart repeats, if the verdict says `restart`: only a line of output says it (`Account.is_aside`)."""
 
 Mode = Literal["observe", "recommend", "enforce"]
 
@@ -135,7 +136,8 @@ def plan(verdict: Verdict, situation: Situation) -> Plan:
         return _nothing_to_restart(verdict, situation)
     if situation.deterministic and retry in ("same", "back", "never"):
         return _stop(f"{name} at the same step from the same line again: a restart would repeat it")
-    if verdict.failure_class in _ONCE:
+    by_a_line = retry == "never" and verdict.action == "restart"
+    if verdict.failure_class in _ONCE or by_a_line:
         if situation.repeats >= 1:
             return _stop(f"{name} again without progress in between")
     elif verdict.action == "stop" or retry == "never":

@@ -716,3 +716,11 @@ def match_steps(pairs: Sequence[tuple[int, int]]) -> StepMatch | None:
     if max(counted, shown) > MOST_STEPS_EACH or max(offsets) - min(offsets) > MATCH_UNSURE * counts * shown:
         return None
     return StepMatch(counted, shown, max(offsets))
+
+
+def went_on(lines: Sequence[str]) -> list[str]:
+    """Those of a rank's last lines after which it still trained."""
+    progress = ProgressReader()
+    for number, line in enumerate(lines, 1):
+        progress.feed(line.encode(), number)
+    return list(lines[: progress.line or 0])

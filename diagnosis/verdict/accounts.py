@@ -20,6 +20,7 @@ import msgspec
 
 from diagnosis import exceptions, rules, tracebacks
 from diagnosis.incident import Candidate, Culprit, Incident
+from diagnosis.logs.steps import went_on
 from diagnosis.rules import Role, RuleMatch
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, NodeEvidence, RankOutput, clean_text
 from diagnosis.stacks import is_library
@@ -35,6 +36,8 @@ ANOTHER_RUN_LINES: Final = 300
 _OF_STARTS: Final = (FailureClass.DEPENDENCY_IMPORT_ERROR, FailureClass.CONFIG_OR_ARGUMENT_ERROR)
 """An interrupt does not cause these: somebody started the run again."""
 _RUN_OUT: Final = (FailureClass.GPU_OOM, FailureClass.HOST_OOM, FailureClass.DISK_FULL)
+LAST_WORDS: Final = 10
+"""A line among the last so many is why a rank ended, if no complaint after it and no exception says something else."""
 MAX_WORDS: Final = 180
 CRASH: Final = "crash"
 _OF_THREADS: Final = ("_bootstrap", "_bootstrap_inner", "_feed")
@@ -384,6 +387,8 @@ class Account(Frozen, frozen=True, kw_only=True):
     """The source, if it is no rank."""
     of_job: bool = False
     """It concerns the whole job."""
+    is_aside: bool = False
+    """The rank wrote that, and what ended it may be something else: no reason to end the job for good."""
 
     @property
     def failed(self) -> bool:
@@ -506,7 +511,36 @@ def accounts_of_ranks(evidence: Iterable[NodeEvidence]) -> list[Account]:
 
 def account_of_rank(node: str, record: ExitRecord, output: RankOutput | None) -> Account:
     """The account of one ended rank; `output`: the end of its output, if known."""
-    return joined(node, record, _said(output, node) if output is not None and record.failed else ())
+    if output is None or not record.failed:
+        return joined(node, record, ())
+    said = _said(output, node)
+    account = joined(node, record, said)
+    if account.fingerprint or TAXONOMY[account.failure_class].retry not in ("never", "exclude"):
+        return account
+    return _beside_the_end(account, said, output)
+
+
+def _beside_the_end(account: Account, said: Sequence[Statement], output: RankOutput) -> Account:
+    """An account by a line, not an exception: anybody's text, or of something that the job can do without."""
+
+    def stands_in(lines: Iterable[str]) -> bool:
+        return any(
+            one.failure_class is account.failure_class and (one.severity == "fatal" or one.confidence >= CERTAIN)
+            for one in rules.default().scan_text(lines)
+        )
+
+    tail = [line for line in output.tail if line.strip()]
+    after = tail[len(went_on(tail)) :]
+    error = output.error_file.splitlines()
+    if len(after) < len(tail) and TAXONOMY[account.failure_class].retry == "exclude":
+        survived = not stands_in([*after, *output.traceback, *error])
+        return (
+            msgspec.structs.replace(account, confidence=min(account.confidence, UNCONFIRMED)) if survived else account
+        )
+    raised = any(one.is_uncaught and one.failure_class is not account.failure_class for one in said)
+    last = [*after[-LAST_WORDS:], *error]
+    complaint = next((line for line in reversed(last) if exceptions.complains(line) or stands_in([line])), "")
+    return msgspec.structs.replace(account, is_aside=raised or not stands_in([complaint]))
 
 
 def blames_peer(record: ExitRecord, output: RankOutput | None) -> bool:

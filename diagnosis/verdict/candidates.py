@@ -200,6 +200,7 @@ def _candidate(account: Account, everyone: int, failed: Sequence[Account], facto
         culprits=() if everyone else account.culprits,
         evidence=account.evidence,
         fingerprint=account.fingerprint,
+        action="restart" if account.is_aside else None,
         instead=_instead(account),
         is_of_all=bool(everyone),
     )

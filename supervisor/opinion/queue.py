@@ -19,7 +19,8 @@ import msgspec
 from diagnosis import llm
 from diagnosis.incident import Incident, Opinion, Verdict
 from diagnosis.llm import ShownEvidence
-from diagnosis.proposals import Tried, may_learn, went_on
+from diagnosis.logs.steps import went_on
+from diagnosis.proposals import Tried, may_learn
 from diagnosis.signals import NodeEvidence, clean_line
 from diagnosis.taxonomy import FailureClass
 from supervisor.blocking import BlockingCalls

@@ -12,6 +12,7 @@ import pytest
 from diagnosis import llm, proposals, rules
 from diagnosis.incident import Culprit, Opinion, ProposedRule, Verdict
 from diagnosis.llm import ShownEvidence, ShownLine
+from diagnosis.logs.steps import went_on
 from diagnosis.proposals import Tried
 from diagnosis.taxonomy import FailureClass
 
@@ -118,8 +119,8 @@ def test_the_operator_s_class_is_that_of_the_rule() -> None:
 
 def test_lines_are_healthy_up_to_the_last_that_shows_progress() -> None:
     lines = ("step 1 loss 3.0", "flux governor wobbles", "step 2 loss 2.9", "FluxError: it fell")
-    assert proposals.went_on(lines) == list(lines[:3])
-    assert proposals.went_on(lines[3:]) == []
+    assert went_on(lines) == list(lines[:3])
+    assert went_on(lines[3:]) == []
 
 
 def verdict(failure_class: FailureClass) -> Verdict:

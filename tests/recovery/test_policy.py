@@ -39,6 +39,13 @@ def test_what_a_restart_would_repeat_stops_at_once_or_at_the_second_time(failure
     assert plan(verdict(failure_class, "restart"), replace(EIGHT, repeats=1)).kind == "stop"
 
 
+def test_what_only_a_line_says_ends_the_job_the_second_time() -> None:
+    denied = FailureClass.PERMISSION_OR_AUTH
+    assert plan(verdict(denied, "stop"), EIGHT).kind == "stop"
+    assert plan(verdict(denied, "restart"), EIGHT).kind == "restart"
+    assert plan(verdict(denied, "restart"), replace(EIGHT, repeats=1)).exit_code == NOT_WORTH_RETRYING
+
+
 @pytest.mark.parametrize("failure_class", [FailureClass.SCRIPT_ERROR, FailureClass.GPU_OOM])
 @pytest.mark.parametrize("action", ["restart", "stop"])
 def test_what_may_have_been_chance_gets_one_more_try(failure_class: FailureClass, action: str) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from diagnosis.incident import Incident
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Evidence, ExitRecord, NodeEvidence, RankOutput
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.verdict import accounts
 from diagnosis.verdict.accounts import Statement, accounts_of_ranks
+from diagnosis.verdict.triage import conclude
+from recovery.policy import SURE_ENOUGH
 
 
 def test_what_a_rank_said_at_its_end_counts_more_than_what_an_earlier_suspicion_saw() -> None:
@@ -77,3 +82,40 @@ def test_a_crash_in_a_library_is_the_librarys():
     own = accounts.statement_of_crash([*lines, '  File "train.py", line 12 in step'], Evidence(text=""))
     assert own.failure_class is FailureClass.WORKER_CRASH
     assert accounts.statement_of_crash([library], Evidence(text="")) is None
+
+
+STEPS = tuple(f"step {n} loss {3 - n / 10:.2f}" for n in range(1, 6))
+RAISED = ("Traceback (most recent call last):", '  File "/x/t.py", line 2, in <module>', "FluxError: the governor fell")
+
+
+@pytest.mark.parametrize(
+    ("lines", "is_aside"),
+    [
+        ((*STEPS, "ERROR 401: Unauthorized"), False),
+        (("usage: t.py [-h]", "t.py: error: unrecognized arguments: --x"), False),
+        (("ERROR 401: Unauthorized", *STEPS), True),
+        ((*STEPS, "ERROR 401: Unauthorized", "FluxError: the governor fell"), True),
+        ((*STEPS, "ERROR 401: Unauthorized", *RAISED), True),
+        ((*STEPS, "ERROR 401: Unauthorized", *(f"so it goes, for {n} times" for n in range(20))), True),
+        ((*STEPS, *RAISED[:2], "PermissionError: [Errno 13] Permission denied: '/ckpt'"), False),
+    ],
+)
+def test_a_line_that_is_not_why_a_rank_ended_does_not_end_the_job(lines: tuple[str, ...], is_aside: bool) -> None:
+    end = ExitRecord(rank=1, local_rank=1, pid=7, code=1, signal=None, ended_at=9.0)
+    output = RankOutput(rank=1, tail=lines, traceback=lines[-3:] if "Traceback" in "".join(lines) else ())
+    account = accounts.account_of_rank("n1", end, output)
+    assert TAXONOMY[account.failure_class].retry == "never"
+    assert account.is_aside is is_aside
+    evidence = NodeEvidence(node="n1", attempt=1, exits=(end,), outputs=(output,))
+    incident = Incident(id="i-1", opened_at=10.0, attempt=1, trigger="exit", evidence=(evidence,), world_size=2)
+    assert (conclude(incident).action == "restart") is is_aside
+
+
+def test_a_broken_device_that_a_rank_trained_on_with_does_not_cordon() -> None:
+    end = ExitRecord(rank=1, local_rank=1, pid=7, code=1, signal=None, ended_at=9.0)
+    broken = "CUDA error: uncorrectable ECC error encountered"
+    confidences = [
+        accounts.account_of_rank("n1", end, RankOutput(rank=1, tail=lines)).confidence
+        for lines in ((*STEPS, broken), (broken, *STEPS))
+    ]
+    assert confidences[0] > SURE_ENOUGH > confidences[1]
