@@ -140,13 +140,18 @@ class Recurrence(Frozen, frozen=True, kw_only=True):
     """All of it in words."""
 
 
+LATEST_AT: Final = 1e11
+"""Later times than this (the year 5138) cannot be shown."""
+
+
 def read_record(raw: bytes) -> ClosedIncident | None:
     """A record of the store, with text that may be shown; None: it is none."""
     try:
         found = _RECORD.decode(raw)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, TypeError):  # TypeError: a number in its place
         return None
-    return bounded(found)
+    times = (found.opened_at, found.closed_at or 0.0, *(one.at for one in found.corrections))
+    return bounded(found) if all(0.0 <= at < LATEST_AT for at in times) else None
 
 
 _RECORD: Final = msgspec.json.Decoder(ClosedIncident)
@@ -196,7 +201,8 @@ _WORD: Final = re.compile(r"[a-z]{3,}")
 def normalised(line: str, names: Iterable[str] = ()) -> str:
     """`line` without what differs from one time to the next: numbers, addresses, dates, folders, and these hosts."""
     text = line.lower()
-    for name in sorted({one.lower() for one in names if len(one) > 1}, key=len, reverse=True):
+    there = {low for one in names if len(one) > 1 and (low := one.lower()) in text}  # of thousands
+    for name in sorted(there, key=len, reverse=True):
         text = re.sub(rf"(?<![a-z0-9_-]){re.escape(name)}(?![a-z0-9_-])", "host", text)
     text = _FOLDER.sub("", _TIMES.sub("", text))
     return " ".join(_NUMBER.sub("#", _HEX.sub("#", text)).split())

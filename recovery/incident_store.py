@@ -15,6 +15,7 @@ import os
 import re
 import sqlite3
 import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,14 @@ TERMS: Final = 64
 """Of a text that is searched for, the first of them that differ."""
 ROWS_READ: Final = 1000
 """That share a place with an incident, the newest."""
+MOST_REMOVED: Final = 10_000
+"""In one transaction."""
+MEMORY_BYTES: Final = 64 << 20
+"""Of all that SQLite holds in this process: what is in the file, or computes, is another user's word."""
+_ONE_CALL: Final = threading.Lock()
+"""A process that closes a file loses its locks on it, whoever has them: one call at a time reads its first bytes."""
+_SUPER_JOURNAL: Final = bytes.fromhex("d9d505f920a163d7")
+"""At the end of a journal of a transaction over several files. SQLite deletes the file that it names."""
 _SCHEMA: Final = (
     "CREATE TABLE incident (id INTEGER PRIMARY KEY, job_id TEXT, name TEXT, opened_at REAL, corrected INT, record)",
     "CREATE UNIQUE INDEX incident_name ON incident (job_id, name)",
@@ -127,10 +136,11 @@ class IncidentStore:
         """The oldest first."""
         with self._reading() as found:
             rows = found.execute(
-                "SELECT record FROM incident WHERE corrected >= ? AND length(record) <= ? ORDER BY opened_at LIMIT ?",
+                "SELECT record FROM incident WHERE corrected >= ? AND length(record) <= ? LIMIT ?",
                 (int(corrected_only), RECORD_BYTES, MOST_INCIDENTS),
-            ).fetchall()
-        return [one for (raw,) in rows if (one := read_record(raw)) is not None]
+            )
+            every = [one for (raw,) in rows if (one := read_record(raw)) is not None]
+        return sorted(every, key=lambda one: one.opened_at)
 
     # ----- writing: on stable storage when it returns. Raises OSError -----
 
@@ -189,13 +199,15 @@ class IncidentStore:
 
     def _prune(self, found: sqlite3.Connection, now: float) -> None:
         """Those that nobody has corrected go first."""
-        old = found.execute("SELECT id FROM incident WHERE corrected = 0 AND opened_at < ?", (now - KEEP_S,)).fetchall()
+        old = found.execute(
+            "SELECT id FROM incident WHERE corrected = 0 AND opened_at < ? LIMIT ?", (now - KEEP_S, MOST_REMOVED)
+        ).fetchall()
         self._remove(found, (int(row[0]) for row in old))
         (many,) = found.execute("SELECT count(*) FROM incident").fetchone()
         too_many = max(0, many - MOST_INCIDENTS)
         if self._size(found) > self._most_bytes:
             too_many = max(too_many, many // 10 + 1)
-        if too_many:
+        if too_many := min(too_many, MOST_REMOVED):
             rows = found.execute("SELECT id FROM incident ORDER BY corrected, opened_at LIMIT ?", (too_many,))
             self._remove(found, [int(row[0]) for row in rows.fetchall()])
 
@@ -234,8 +246,27 @@ class IncidentStore:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        if not stat.S_ISREG(os.lstat(self.path).st_mode):
-            raise OSError(errno.EINVAL, "it is no file", str(self.path))
+        if not _ONE_CALL.acquire(timeout=self._busy_s):
+            raise OSError(errno.EAGAIN, "another call of this process holds its lock", str(self.path))
+        try:
+            self._check()
+            with self._connected() as found:
+                yield found
+        finally:
+            _ONE_CALL.release()
+
+    def _check(self) -> None:
+        """That SQLite will touch no file but these two, whoever wrote them."""
+        if any(version != 1 for version in _bytes_at(self.path, 18, 2)):
+            problem = "has a write-ahead log, or is damaged: move it away, and a new one is made"
+            raise OSError(errno.EINVAL, problem, str(self.path))
+        journal = Path(f"{self.path}-journal")
+        with contextlib.suppress(FileNotFoundError):
+            if _bytes_at(journal, -len(_SUPER_JOURNAL), len(_SUPER_JOURNAL)) == _SUPER_JOURNAL:
+                raise OSError(errno.EINVAL, "it names another file: move it away", str(journal))
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
         # To read what a writer left in the middle when it died needs the right to write.
         mode = "rw" if os.access(self.path, os.W_OK) else "ro"
         where = f"{self.path.absolute().as_uri()}?mode={mode}"
@@ -245,6 +276,7 @@ class IncidentStore:
             found.set_progress_handler(lambda: time.monotonic() > until, 10_000)
             for pragma in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0", "temp_store = MEMORY"):
                 found.execute(f"PRAGMA {pragma}")
+            found.execute(f"PRAGMA hard_heap_limit = {MEMORY_BYTES}")
             yield found
 
     def _version(self, found: sqlite3.Connection) -> int:
@@ -278,6 +310,9 @@ class IncidentStore:
         """What SQLite says, as an OSError."""
         try:
             yield
+        except MemoryError:
+            problem = f"needs more than {MEMORY_BYTES >> 20} MiB of memory: move it away, and a new one is made"
+            raise OSError(errno.ENOMEM, problem, str(self.path)) from None
         except sqlite3.Error as error:
             said = str(error)
             for mark, number, text in _PROBLEMS:
@@ -296,6 +331,17 @@ _PROBLEMS: Final = (
     ("readonly", errno.EACCES, "may not be written"),
     ("unable to open", errno.EACCES, "cannot be opened"),
 )
+
+
+def _bytes_at(path: Path, place: int, size: int) -> bytes:
+    """Of a file; from its end where `place` is negative."""
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.pread(descriptor, size, place if place >= 0 else max(0, os.fstat(descriptor).st_size + place))
+    finally:
+        os.close(descriptor)
 
 
 def _make_schema(found: sqlite3.Connection) -> None:

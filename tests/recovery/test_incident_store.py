@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import sqlite3
 import stat
+import struct
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import msgspec
 import pytest
 
 from recovery import incident_store
-from recovery.incident_memory import DAY_S, WINDOW_S, ClosedIncident, Correction
+from recovery.incident_memory import DAY_S, WINDOW_S, ClosedIncident, Correction, normalised
 from recovery.incident_store import FILE, KEEP_S, RECORD_BYTES, IncidentStore
 
 NOW = 1_800_000_000.0
@@ -189,6 +193,58 @@ def test_a_link_or_a_pipe_is_no_store(store: IncidentStore, tmp_path: Path) -> N
     _fails(store, "no file")
 
 
+def journal_that_names(other: Path, pages: int) -> bytes:
+    """As SQLite leaves one of a transaction over several files; it deletes `other` when it has read it."""
+    magic, name = bytes.fromhex("d9d505f920a163d7"), os.fsencode(other)
+    header = magic + struct.pack(">IIIII", 0, 0, pages, 512, 4096)
+    lock_page = (0x40000000 // 4096) + 1
+    return header.ljust(512, b"\0") + struct.pack(f">I{len(name)}sII", lock_page, name, len(name), sum(name)) + magic
+
+
+def test_a_journal_of_somebody_else_deletes_no_file(store: IncidentStore, tmp_path: Path) -> None:
+    store.write([incident(1)], NOW)
+    precious = tmp_path / "precious"
+    precious.write_text("x")
+    journal = tmp_path / f"{FILE}-journal"
+    journal.write_bytes(journal_that_names(precious, store.path.stat().st_size // 4096))
+    _fails(store, "names another file")
+    assert precious.exists()
+    journal.unlink()
+    journal.symlink_to(precious)
+    _fails(store, "no file")
+
+
+@pytest.mark.parametrize("record", ["zeroblob(900000000) || ''", "5"])
+def test_a_store_that_computes_takes_no_memory(store: IncidentStore, record: str) -> None:
+    store.write([incident(1)], NOW)
+    with sqlite3.connect(store.path) as other:
+        other.execute("ALTER TABLE incident RENAME TO held")
+        fields = "id, job_id, name, opened_at, corrected"
+        other.execute(f"CREATE VIEW incident AS SELECT {fields}, {record} AS record FROM held")
+    other.close()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(OSError):
+        assert store.recurrences(incident(2)) == ()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000
+
+
+def test_a_write_ahead_log_is_not_used(store: IncidentStore) -> None:
+    store.write([incident(1)], NOW)
+    with contextlib.closing(sqlite3.connect(store.path)) as other:
+        other.execute("PRAGMA journal_mode = WAL")
+    _fails(store, "write-ahead")
+
+
+@pytest.mark.parametrize("at", [1e300, -1e300, 1e12])
+def test_a_time_that_cannot_be_shown_is_no_record(store: IncidentStore, at: float) -> None:
+    store.write([incident(1)], NOW)
+    with sqlite3.connect(store.path) as other:
+        record = msgspec.json.encode(incident(1, opened_at=at)).decode()
+        other.execute("UPDATE incident SET record = ?", (record,))
+    other.close()
+    assert store.recurrences(incident(2)) == ()
+
+
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         IncidentStore(tmp_path / "none").all()
@@ -226,3 +282,10 @@ def test_what_others_wrote_is_cleaned_and_bounded(store: IncidentStore) -> None:
     with sqlite3.connect(store.path) as other:
         other.execute("UPDATE incident SET record = '{}'")
     assert store.all() == []
+
+
+def test_thousands_of_hosts_are_soon_looked_through() -> None:
+    hosts = [f"gpu-a-{number:04d}{domain}" for number in range(4096) for domain in ("", ".cluster.example")]
+    begun = time.process_time()
+    assert normalised("NCCL error on gpu-a-0007.cluster.example: step 4", hosts) == "nccl error on host: step #"
+    assert time.process_time() - begun < 0.1
