@@ -110,6 +110,7 @@ class Causes:
             return self._again(cause, at)
         leader = self._leader(event, at)
         if leader is not None:
+            leader.alike += event.rule == "edac_corrected"  # which module it was, of an error already told
             return self._again(leader, at) or self._name_gpu(leader, event)
         if event.kind == "oom_kill" and self._too_many_kills(at):
             return None

@@ -668,9 +668,10 @@ def _stacks_at_the_end(evidence: LogEvidence) -> list[RankStack]:
     return [stack for end in ends if stacks.is_dump(end) for stack in stacks.read_dump(end, "")]
 
 
-def has_stacks(evidence: LogEvidence) -> bool:
-    """Somebody asked what processes do: that they do something is all that stacks of one moment tell."""
-    return bool(evidence.stacks or _stacks_at_the_end(evidence))
+def is_at_work(evidence: LogEvidence) -> bool:
+    """Somebody asked what processes do, and one of them computes: that is all that stacks of one moment tell."""
+    told = evidence.stacks or _stacks_at_the_end(evidence)
+    return any(one.frames and activity(one) in ("compute", "compile", "evaluation") for one in told)
 
 
 def _of_last_words(evidence: LogEvidence) -> list[Candidate]:

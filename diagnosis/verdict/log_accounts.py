@@ -98,6 +98,8 @@ def _back(one: _Timed, seconds: float) -> _Timed:
 
 
 LONG_AGO_S: Final = 3600.0
+DAYS_AGO_S: Final = 86400.0
+"""A message with a date is of another failure if a serious one follows so much later."""
 BOOT_S: Final = 120.0
 """Links and mounts come up in the first minutes after a boot."""
 _OF_RANK: Final = re.compile(r"\s{0,2}\[(?:rank|default)[ :=]?\d{1,6}\]", re.IGNORECASE)
@@ -163,6 +165,8 @@ class _Message(NamedTuple):
     log: LogSummary
     newest_s: float
     """Uptime of the newest message."""
+    newest_at: float = 0.0
+    """Unix time of the newest serious message."""
 
 
 class LogFinding(NamedTuple):
@@ -176,7 +180,9 @@ class LogFinding(NamedTuple):
 
 
 def _is_long_ago(seen: _Message) -> bool:
-    return seen.event.at is None and seen.newest_s - (seen.event.uptime or seen.newest_s) > LONG_AGO_S
+    if seen.event.at is not None:
+        return seen.newest_at - seen.event.at > DAYS_AGO_S
+    return seen.newest_s - (seen.event.uptime or seen.newest_s) > LONG_AGO_S
 
 
 def _is_of_boot(seen: _Message) -> bool:
@@ -217,20 +223,23 @@ def log_findings(log: LogSummary) -> list[LogFinding]:
     causes, found = Causes(), []
     lines: dict[str, int] = {}
     newest = max((event.uptime for event in log.events if event.uptime is not None), default=0.0)
+    serious = (event.at for event in log.events if event.severity in ("fatal", "error") and not event.consequence)
+    newest_at = max((at for at in serious if at is not None), default=0.0)
     for event in log.events:
         at = next((one for one in (event.at, event.uptime) if one is not None), 0.0)
         finding = None if is_elsewhere(event) else causes.note(event, at)
         if finding is not None:
             line = lines.setdefault(finding.evidence.text, event.line)
-            found.append(_judged(event, _placed(finding, log, line, event.at), log, newest))
+            found.append(_judged(_Message(event, _placed(finding, log, line, event.at), log, newest, newest_at)))
     if log.kind in ("kernel", "scheduler"):
         of_rules = (_of_log(match, log) for match in log.matches)
         found += [LogFinding(one, survives(log, one), has_recovered(one, log)) for one in of_rules]
     return found
 
 
-def _judged(event: KernelEvent, finding: Finding, log: LogSummary, newest_s: float) -> LogFinding:
-    rows = list(in_use(MESSAGES, _Message(event, finding, log, newest_s)))
+def _judged(seen: _Message) -> LogFinding:
+    finding = seen.finding
+    rows = list(in_use(MESSAGES, seen))
     effects = {row.effect for row in rows}
     holds = 1.0
     for row in rows:
@@ -245,7 +254,12 @@ def has_recovered(finding: Finding, log: LogSummary) -> bool:
     for gone, back in _BACK:
         named = gone.search(finding.evidence.text)
         if named is not None:
-            return any(named[1] in text and back.search(text) is not None for text in log.tail)
+            first = log.lines - len(log.tail) + 1
+            ends = [
+                first + at for at, text in enumerate(log.tail) if named[1] in text and back.search(text) is not None
+            ]
+            # A task that waits on after the answer waits for the same: the answer helped nobody.
+            return bool(ends) and not any(one.kind == "hung_task" and one.line > ends[-1] for one in log.events)
     return False
 
 
@@ -803,12 +817,27 @@ def _findings(logs: Sequence[LogSummary], failed: bool) -> tuple[list[Finding], 
     survived = [one.finding for one in found if one.survived]
     survived += [one.finding for one in found if not one.survived and not counts(one)]
     if not failed and all(one.severity == "warning" for one in here):
-        here = [as_cause(one) or one for one in here]
+        picked = bool(logs) and all(map(_is_picked_out, logs))
+        here = [as_cause(one) or (_counting(one) if picked else one) for one in here]
     if failed or any(one.severity != "warning" for one in here):
         holds = current().factor["survived_finding"]
         here += [msgspec.structs.replace(one, confidence=one.confidence * holds) for one in survived]
         survived = []
     return here, survived
+
+
+_CORRECTED: Final = re.compile(r"\b(?:EDAC|MCE|AER|mce|pcieport|Hardware Error|PCIe Bus Error)\b")
+
+
+def _is_picked_out(log: LogSummary) -> bool:
+    """Nothing but messages of corrected errors: somebody picked them out because there was trouble."""
+    said = [text for text in log.tail if text.strip()]
+    return log.kind == "kernel" and log.lines == len(log.tail) and all(map(_CORRECTED.search, said))
+
+
+def _counting(finding: Finding) -> Finding:
+    confidence = current().confidence["corrected_and_picked_out"]
+    return msgspec.structs.replace(finding, severity="error", confidence=confidence)
 
 
 def _all_finished(logs: Sequence[LogSummary]) -> bool:

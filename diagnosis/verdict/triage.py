@@ -40,7 +40,7 @@ from diagnosis.verdict.candidates import (
     from_hang,
     from_logs,
     from_nodes,
-    has_stacks,
+    is_at_work,
 )
 from diagnosis.verdict.log_accounts import last_counted, last_training
 from diagnosis.verdict.weights import current
@@ -135,7 +135,7 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
     doubt = next((said for said in doubts if said is not None), None)
     new = evidence.compared.at_end if evidence.compared is not None and not finished and goes_on else None
     well = not apart and doubt is None and new is None
-    quiet = has_stacks(evidence) or all(log.kind in ("kernel", "scheduler") for log in read) or _are_all_well(read)
+    quiet = is_at_work(evidence) or all(log.kind in ("kernel", "scheduler") for log in read) or _are_all_well(read)
     end = (
         "finished" if finished else "goes_on" if goes_on and well else "quiet" if quiet and well else "no_sign"
     )  # a log that was cut off shows no end; a log without a step may be anything
