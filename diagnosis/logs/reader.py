@@ -62,6 +62,10 @@ _LEARNED: Final = {
     ),
     "host": re.compile(r"(?P<node>[A-Za-z][\w-]{0,60}\d[\w.-]{0,60})\s{0,4}[:|] "),
 }
+_NO_NODES: Final = ("", "rank", "task", "proc", "process", "worker", "trainer", "replica", "launcher", "master")
+"""A word of such a prefix without a number names nobody."""
+_PROMPT: Final = re.compile(r"^\[?(?:[\w-]{1,40})@(?P<node>[A-Za-z][\w-]{0,60}\d[\w.-]{0,60})[ :][^#$\n]{0,80}[#$] ")
+"""The prompt of a shell on the node whose state somebody asked for."""
 _MOST: Final = 0.7
 """A prefix counts if this share of a file's lines has one."""
 SAMPLED_LINES: Final = 400
@@ -97,7 +101,8 @@ class Prefixes:
             told = match.groupdict()
             if told.get("rank"):
                 rank = int(told["rank"])
-            node = told.get("node") or node
+            named = told.get("node") or ""
+            node = named if named.rstrip("[]:= ").lower() not in _NO_NODES else node
             text = text[match.end() :]
         return Origin(text, rank, node)
 
@@ -363,7 +368,7 @@ _KERNEL_HOST: Final = re.compile(r"\d\d:\d\d:\d\d\S{0,20} (?P<node>[\w.-]{1,128}
 _SCHEDULER: Final = re.compile(
     r"^(?:\[\S{10,40}\] |\S{3} +\d+ \S{8} \S+ )?(?:slurm(?:ctld|d|stepd|dbd)|sched|error: Node|job_complete)\b"
 )
-_TELLING: Final = ("rank", "device", "peer", "host", "node", "errno", "op")
+_TELLING: Final = ("rank", "about", "gpu", "device", "peer", "host", "node", "errno", "op")
 """Two lines of one rule with different values of these fields are two matches."""
 
 
@@ -636,7 +641,8 @@ class LogReader:
         origins = [self._prefixes.read(line) for line in self._head]
         ranks = {one.rank for one in origins if one.rank is not None}
         hosts = Counter(match["node"] for line in self._head if (match := _KERNEL_HOST.search(line[:200])) is not None)
-        nodes = {one.node for one in origins if one.node} | set(hosts)
+        asked = {match["node"] for line in self._head if (match := _PROMPT.match(line[:300])) is not None}
+        nodes = {one.node for one in origins if one.node} | set(hosts) | asked
         told = sum(one.rank is not None for one in origins)
         most = 2 * told >= sum(1 for line in self._head if line.strip())
         named = self._place.rank

@@ -113,6 +113,12 @@ _OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,
 """A line of NCCL names its node: `host:pid:thread [device]`."""
 
 
+_DRAINED: Final = re.compile(
+    r"\s[\w-]{1,32}\s{1,12}\d{4}-\d\d-\d\dT[\d:]{8}\s{1,12}(?P<node>[A-Za-z][\w.,\[\]-]{1,120})\W{0,3}$"
+)
+"""A row of `sinfo -R`: reason, user, time, nodes."""
+
+
 def place_of(one: RuleMatch | LoggedTraceback, log: LogSummary) -> Evidence:
     """Evidence without a text yet: file, line, rank, node, time."""
     return Evidence(
@@ -120,7 +126,7 @@ def place_of(one: RuleMatch | LoggedTraceback, log: LogSummary) -> Evidence:
         source=log.source,
         line=one.line,
         node=_node(one, log),
-        rank=one.rank if one.rank is not None or _is_of_job(one) else log.rank,
+        rank=_rank(one, log),
         at=one.at,
     )
 
@@ -129,11 +135,21 @@ def _is_of_job(one: RuleMatch | LoggedTraceback) -> bool:
     return isinstance(one, RuleMatch) and one.role == "outcome"
 
 
+def _rank(one: RuleMatch | LoggedTraceback, log: LogSummary) -> int | None:
+    """The rank that the line is about, where it says so; else the one that wrote it."""
+    named = one.fields.get("about", "") if isinstance(one, RuleMatch) else ""
+    if named.isdigit():
+        return int(named)
+    return one.rank if one.rank is not None or _is_of_job(one) else log.rank
+
+
 def _node(one: RuleMatch | LoggedTraceback, log: LogSummary) -> str:
     """The node where it happened: the one that the line itself names counts most."""
     named = ""
     if isinstance(one, RuleMatch):
         named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
+        drained = _DRAINED.search(one.text) if not named and one.scope in ("node", "gpu") else None
+        named = drained["node"] if drained is not None else named
         nccl = _OF_NCCL.search(one.text[:200]) if not (named or one.node or log.node) else None
         named = nccl[1] if nccl is not None else named
     return named or one.node or log.node
@@ -270,7 +286,16 @@ def last_line(finding: Finding, log: LogSummary) -> int:
 
 def _placed(finding: Finding, log: LogSummary, line: int, at: float | None) -> Finding:
     evidence = msgspec.structs.replace(finding.evidence, source=log.source, line=line, node=log.node, at=at)
-    return msgspec.structs.replace(finding, evidence=evidence, node=log.node, at=at or 0.0)
+    device = finding.fields.get("device", "")
+    of_gpu = finding.failure_class is FailureClass.PCIE_ERROR or finding.scope == "gpu"
+    of_bus = of_gpu and _PCI.match(device) is not None
+    gpu = finding.gpu or (device.partition(".")[0] if of_bus and not _OF_PORT.search(finding.evidence.text) else "")
+    return msgspec.structs.replace(finding, evidence=evidence, node=log.node, at=at or 0.0, gpu=gpu)
+
+
+_PCI: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}(?:\.\d)?$")
+_OF_PORT: Final = re.compile(r"\bpcieport\b|\bmlx\d|\bnvme|\bigb\b|\bixgbe\b|\bsnd_")
+"""Devices on the bus that are no GPU."""
 
 
 def _of_log(match: RuleMatch, log: LogSummary) -> Finding:
@@ -955,18 +980,36 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
     nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.said_by]
     found = list(accounts)
     # An abort is most often a consequence of a peer's end. So is an exit code without a word.
-    explained = bool(accounts) or any(not _record(failure, 0).by_itself for _, failure in failures)
+    # Who is asked to end explains nobody's end.
+    records = [_record(failure, 0) for _, failure in failures]
+    explained = bool(accounts) or any(not (one.by_itself or one.ended_by("SIGTERM")) for one in records)
     failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
+    if not any(one.failure_class is FailureClass.NCCL_TIMEOUT for one in accounts) or any(
+        _record(one, 0).ended_by("SIGSEGV", "SIGBUS", "SIGKILL", "SIGILL", "SIGFPE") for _, one in failures
+    ):  # who waited in vain is no culprit
+        failures = [(source, _of_one_node(one, failures)) for source, one in failures]
     for number, (source, failure) in enumerate(failures):
         record = _record(failure, number)
         index = known.get(failure.rank) if failure.rank is not None else None
-        if index is None and nameless and record.by_itself and (failure.is_root or len(failures) == 1):
+        if (
+            index is None
+            and nameless
+            and record.by_itself
+            and (failure.is_root or len(failures) == 1 or (number == 0 and bool(failure.host)))
+        ):
             index = nameless.pop(0)  # the only log, and the only end
         if index is not None:
             found[index] = _with_end(found[index], failure, record)
         else:
             found.append(_by_end(failure, source, record, explained and not failure.is_root))
     return found
+
+
+def _of_one_node(failure: LauncherFailure, failures: Sequence[tuple[str, LauncherFailure]]) -> LauncherFailure:
+    """The only report there is, of a launcher that counts within its node: with one node that is the rank."""
+    if len(failures) > 1 or failure.rank is not None or failure.local_rank is None or failure.host:
+        return failure
+    return msgspec.structs.replace(failure, rank=failure.local_rank)
 
 
 def _quitters(logs: Sequence[LogSummary], accounts: Sequence[Account]) -> list[Account]:

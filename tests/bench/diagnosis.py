@@ -43,6 +43,8 @@ class Labelled(Frozen, frozen=True, kw_only=True):
     files: dict[str, str] = {}
     also_accept: tuple[FailureClass, ...] = ()
     secondary: tuple[FailureClass, ...] = ()
+    culprit: str = ""
+    """The node, rank or GPU that a reader names; empty: none."""
 
     @property
     def texts(self) -> dict[str, str]:
@@ -62,6 +64,8 @@ class Guess(NamedTuple):
     classes: tuple[str, ...]
     confidence: float | None = None
     took_s: float = 0.0
+    culprits: tuple[str, ...] = ()
+    """What it names: nodes, `rank 3`, GPUs."""
 
 
 Guesser = Callable[[Labelled], Guess]
@@ -198,7 +202,13 @@ def ours(case: Labelled) -> Guess:
     took_s = time.perf_counter() - started
     verdict = answer["verdict"]
     others = [one["failure_class"] for one in answer["alternatives"]]
-    return Guess((verdict["failure_class"], *others), verdict["confidence"], took_s)
+    named = tuple(
+        name
+        for one in verdict["culprits"]
+        for name in (one.get("node"), one.get("gpu"), f"rank {one['rank']}" if one.get("rank") is not None else "")
+        if name
+    )
+    return Guess((verdict["failure_class"], *others), verdict["confidence"], took_s, named)
 
 
 # ----- other weights -----
@@ -326,6 +336,30 @@ def calibration(cases: Sequence[Labelled], guesses: Sequence[Guess]) -> dict[str
     return {"bins": rows, "expected_error": gap}
 
 
+_GPU_FUNCTION: Final = re.compile(r"\.\d$")
+
+
+def names_same(wanted: str, name: str) -> bool:
+    """Whether both name one node, rank or GPU: without domains, a GPU's function, and the word before a number."""
+    one, other = (
+        _GPU_FUNCTION.sub("", text.lower().removeprefix("gpu ").removeprefix("rank ")) for text in (wanted, name)
+    )
+    if one.isdigit() or other.isdigit():
+        return one == other
+    first, second = (text if re.match(r"[\d.:]+$", text) else text.partition(".")[0] for text in (one, other))
+    return first == second or (":" in first and (second.endswith(first) or first.endswith(second)))
+
+
+def culprits(cases: Sequence[Labelled], guesses: Sequence[Guess]) -> dict[str, int]:
+    """Of the cases whose label names a culprit: how many name it, another one, and none."""
+    found = {"right": 0, "wrong": 0, "missing": 0}
+    for case, guess in zip(cases, guesses, strict=True):
+        if case.culprit:
+            same = any(names_same(case.culprit, name) for name in guess.culprits)
+            found["right" if same else "wrong" if guess.culprits else "missing"] += 1
+    return found
+
+
 def _share(values: Sequence[bool]) -> float:
     return sum(values) / len(values) if values else 0.0
 
@@ -357,6 +391,7 @@ def report(path: Path) -> dict[str, Any]:
         "scores": {"unbroken": score(cases, guesses), **beside},
         "classes": per_class(cases, guesses),
         "calibration": calibration(cases, guesses),
+        "culprits": culprits(cases, guesses),
         "times": times(guesses),
         "wrong": [
             {"id": case.id, "label": case.label.value, "said": guess.classes[0], "confidence": guess.confidence}
@@ -389,5 +424,7 @@ def show(found: dict[str, Any]) -> None:
         told = f"{row['confidence']:.2f} said, {row['right']:.2f} right"
         console.print(f"confidence from {row['from']:.1f}: {row['cases']} cases, {told}")
     console.print(f"calibration: confidence is {found['calibration']['expected_error']:.3f} off in the mean")
+    told = ", ".join(f"{count} {how}" for how, count in found["culprits"].items())
+    console.print(f"culprits of the cases that name one: {told}")
     took = {key: f"{1000 * value:.1f}" for key, value in found["times"].items()}
     console.print(f"time per case: median {took['median_s']} ms, 95 % {took['p95_s']} ms, most {took['max_s']} ms")
