@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.slow]
 
 def test_the_node_behind_a_lossy_link_is_named(bridge: Any, check_all: Any, tmp_path: Path) -> None:
     bridge.lose_packets("n3")
-    processes = check_all("--active", "full", "--only", "pairs")
+    processes = check_all("--active", "full", "--only", "pairs", "--beside-jobs")  # of other tests
     answers = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
     words = (tmp_path / "n1.err").read_text()
     failed = {(one["node"], one["test"]) for one in answers[0]["results"] if one["verdict"] == "fail"}

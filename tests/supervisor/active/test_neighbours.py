@@ -42,6 +42,17 @@ def test_a_rank_is_seen(process: Any) -> None:
     assert "rank 3 of 8" in words
 
 
+def test_a_forked_rank_of_ours_is_seen(process: Any) -> None:
+    """It has the environment of the keeper."""
+    for pid, output in {4711: "/tmp/unbroken-0/job/n1/attempts/2/rank5.out", 4712: "/home/ann/rank5.out"}.items():
+        proc = process(pid, {"HOME": "/root"})
+        (proc / str(pid) / "fd").mkdir()
+        (proc / str(pid) / "fd" / "1").symlink_to(output)
+    (words,) = ranks_here(proc)
+    assert "4711" in words
+    assert "rank 5" in words
+
+
 def test_only_some_are_named(process: Any) -> None:
     for pid in range(5000, 5000 + 3 * SHOWN):
         proc = process(pid, {**RANK, "RANK": "9" * 500})
