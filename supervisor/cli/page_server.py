@@ -38,6 +38,9 @@ CONTENT = {
     "page.css": ("page.css", "text/css"),
 }
 LOOK_EVERY_S = 0.5
+LOOK_PART = 0.05
+"""At most so much of the time is spent on reading: the status of thousands of nodes costs the controller's CPU."""
+LOOK_RARELY_S = 5.0
 ALIVE_EVERY_S = 10.0
 """So often a stream says that it lives; a browser that is gone is noticed then."""
 SOCKET_S = 30.0
@@ -147,10 +150,14 @@ class Feed:
 
     def _look(self) -> None:
         while True:
+            begun = time.monotonic()
             try:
                 found = events(self._read())
             except UnbrokenError as error:
                 found = {**self._latest, "problem": msgspec.json.encode(str(error))}
+            except Exception as error:  # of a file that went, or of an answer of another version: pages go on asking
+                problem = f"the job cannot be read: {type(error).__name__}: {error}"
+                found = {**self._latest, "problem": msgspec.json.encode(problem)}
             with self._changed:
                 if found != self._latest:
                     self._latest = found
@@ -159,7 +166,12 @@ class Feed:
                 if not self._watchers:
                     self._reading = False
                     return
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(pause_s(time.monotonic() - begun))
+
+
+def pause_s(took_s: float) -> float:
+    """Until the next look, after one that took so long."""
+    return max(LOOK_EVERY_S, min(took_s / LOOK_PART, LOOK_RARELY_S))
 
 
 def events(status: dict[str, Any]) -> dict[str, bytes]:

@@ -84,9 +84,13 @@ def _job(status: dict[str, Any], incidents: list[dict[str, Any]], advice: dict[s
     seen = advice["measured"]
     wall_s = _seconds(status["started_at"], status["ended_at"] or status["now"])
     lost: dict[str, float] = defaultdict(float)
-    for one in incidents:
-        lost[LOST + _class(one)] += min(one["lost_s"] / wall_s, 1.0) if wall_s else 0.0
     ettr = status["ettr"] or 0.0
+    listed_s, left_out = sum(one["lost_s"] for one in incidents), status["incidents_total"] - len(incidents)
+    lost_s = min(status["lost_s"], (1.0 - ettr) * wall_s)  # time that two incidents have in common counts once in it
+    for one in incidents:
+        lost[LOST + _class(one)] += one["lost_s"] * min(1.0, lost_s / listed_s) / wall_s if wall_s and listed_s else 0.0
+    if left_out and wall_s:
+        lost[LOST + "older incidents"] = max(0.0, lost_s - listed_s) / wall_s
     starting = max(0.0, 1.0 - ettr - sum(lost.values()))
     fields = ("name", "state", "step", "last_step", "started_at", "ended_at", "restarts", "lost_s", "ettr")
     return {field: status[field] for field in fields} | {
@@ -98,7 +102,7 @@ def _job(status: dict[str, Any], incidents: list[dict[str, Any]], advice: dict[s
         "failures": sum(seen["failures"].values()),
         "shares": {TRAINING: ettr, STARTING: starting, **lost},
         "incidents": [{"job": status["name"], **one} for one in incidents],
-        "left_out": status["incidents_total"] - len(incidents),
+        "left_out": left_out,
         "advice": {key: advice[key] for key in ("advice", "lacks", "enough", "matters")},
     }
 

@@ -292,6 +292,7 @@ const COMMANDS = {
   stop: { label: "Stop the job", title: "End the job" },
 };
 let asked = null;
+let turn = 0; // an answer to an earlier question is not shown as the answer to this one
 
 function button(command, argument = "", shown = "") {
   const { label, title } = COMMANDS[command];
@@ -317,15 +318,19 @@ async function send(dry_run) {
 }
 
 async function look() {
+  const mine = ++turn;
   at("would").textContent = "Asking what it would do …";
   at("yes").disabled = true;
   const answer = await send(true);
+  if (mine !== turn) return;
   at("would").textContent = answer.error || answer.would;
   at("yes").disabled = Boolean(answer.error || answer.refused);
 }
 
 function ask(command, argument) {
   asked = { command, argument };
+  turn++;
+  at("yes").disabled = true;
   const { label, title, asks } = COMMANDS[command];
   at("confirm-title").textContent = `${title}${argument ? `: ${argument}` : ""}`;
   at("argument-label").hidden = at("look").hidden = !asks || Boolean(argument);
@@ -340,16 +345,20 @@ function ask(command, argument) {
 }
 
 at("look").onclick = look;
-at("argument").addEventListener("input", () => { at("yes").disabled = true; at("would").textContent = "Look again: the argument has changed."; });
+at("argument").addEventListener("input", () => { turn++; at("yes").disabled = true; at("would").textContent = "Look again: the argument has changed."; });
 at("argument").addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); look(); } });
 at("reason").addEventListener("keydown", (event) => { if (event.key === "Enter") event.preventDefault(); });
 at("yes").onclick = async () => {
+  const mine = ++turn;
+  const label = at("confirm-title").textContent;
   at("yes").disabled = true;
   at("outcome").textContent = "Sent …";
   const answer = await send(false);
-  at("outcome").textContent = answer.error || (answer.notes || []).join("\n") || "Done.";
+  const said = answer.error || (answer.notes || []).join("\n") || "Done.";
+  if (mine !== turn || !at("confirm").open) return tell(`${label}: ${said}`);
+  at("outcome").textContent = said;
   at("yes").hidden = !answer.error;
-  at("yes").disabled = false;
+  at("look").hidden = !answer.error; // it may have been done: look again before it is sent twice
   at("no").textContent = "Close";
 };
 

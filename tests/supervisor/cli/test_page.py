@@ -11,7 +11,7 @@ import pytest
 
 from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
 from supervisor.cli.job_commands import JobHandle
-from supervisor.cli.page_server import Feed, JobReader, PageServer, events
+from supervisor.cli.page_server import Feed, JobReader, PageServer, events, pause_s
 from supervisor.controller.journal import Entry, open_journal
 from supervisor.errors import JobNotFound
 from supervisor.messages import (
@@ -151,6 +151,22 @@ def test_a_job_that_cannot_be_read_for_a_while_is_told_as_a_problem() -> None:
     assert next(part for part in parts if part) == {"problem": b'""'}
 
 
+def test_a_defect_in_one_look_does_not_end_the_stream() -> None:
+    now: list[dict[str, Any]] = [{"step": 1, "nodes": [], "checkpoints": []}]
+    parts = Feed(lambda: dict(now[0])).parts()
+    assert next(part for part in parts if part)["problem"] == b'""'
+    whole, now[0] = now[0], {}
+    assert b"KeyError" in next(part for part in parts if part)["problem"]
+    now[0] = whole
+    assert next(part for part in parts if part) == {"problem": b'""'}
+
+
+def test_what_takes_long_is_asked_rarely() -> None:
+    assert pause_s(0.01) == 0.5
+    assert pause_s(0.1) == pytest.approx(2.0)
+    assert pause_s(60.0) == 5.0
+
+
 def test_events_change_one_by_one() -> None:
     parts = events({"step": 1, "nodes": [], "checkpoints": [], "name": "x"})
     assert json.loads(parts["status"]) == {"step": 1, "name": "x"}
@@ -212,6 +228,47 @@ def test_an_operator_looks_decides_and_is_told_by_keyboard_alone(page: PageServe
     tab.locator("#outcome", has_text="Nothing was done").wait_for()  # there is no controller
     tab.keyboard.press("Escape")
     assert not tab.locator("#confirm").is_visible()
+
+
+@pytest.mark.browser
+def test_a_late_answer_is_not_taken_for_that_of_another_command(page: PageServer, tab: Any) -> None:
+    held: list[Any] = []
+    tab.route("**/api/command", lambda route: held.append(route))
+
+    def press(label: str) -> None:
+        with tab.expect_request("**/api/command"):
+            tab.locator("#actions button", has_text=label).click()
+
+    def answer(number: int, **told: Any) -> None:
+        with tab.expect_response("**/api/command"):
+            held[number].fulfill(json=told)
+        tab.evaluate("new Promise((done) => setTimeout(done))")
+
+    tab.goto(page.url)
+    press("Pause")
+    tab.keyboard.press("Escape")
+    press("Stop the job")
+    answer(0, would="pauses", refused=False)
+    assert "Asking" in tab.locator("#would").inner_text()
+    assert tab.locator("#yes").is_disabled()
+    answer(1, would="stops", refused=False)
+    tab.locator("#yes:enabled").click()
+    tab.keyboard.press("Escape")
+    press("Restart")
+    answer(2, notes=["it was stopped"])
+    assert not tab.locator("#outcome").inner_text()
+    assert "it was stopped" in tab.locator("#problem").inner_text()
+
+
+@pytest.mark.browser
+def test_what_went_wrong_is_looked_at_again_before_it_is_sent_again(page: PageServer, tab: Any) -> None:
+    tab.goto(page.url)
+    tab.locator("#actions button", has_text="Restart").click()
+    tab.locator("#yes:enabled").click()
+    tab.locator("#outcome", has_text="Nothing was done").wait_for()
+    assert tab.locator("#yes").is_disabled()
+    tab.locator("#look").click()
+    tab.locator("#yes:enabled").wait_for()
 
 
 @pytest.mark.browser

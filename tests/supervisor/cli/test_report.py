@@ -54,6 +54,18 @@ def test_all_time_is_accounted_for() -> None:
     assert told["rate"]["low"] < told["rate"]["likely"] < told["rate"]["high"]
 
 
+def test_time_that_two_incidents_have_in_common_counts_once() -> None:
+    both = (incident(lost_s=600.0), incident(id="i-2", lost_s=600.0))
+    told = summary([figures(incidents=both, lost_s=720.0)])
+    assert told["shares"] == pytest.approx({TRAINING: 0.8, STARTING: 0.0, LOST + "gpu_ecc": 0.2})
+
+
+def test_incidents_that_are_no_longer_listed_have_a_share() -> None:
+    told = summary([figures(incidents=(incident(),), lost_s=540.0, incidents_total=201)])
+    shares = {TRAINING: 0.8, STARTING: 0.05, LOST + "gpu_ecc": 0.1, LOST + "older incidents": 0.05}
+    assert told["shares"] == pytest.approx(shares)
+
+
 def test_a_large_job_counts_for_what_it_costs() -> None:
     told = summary([figures(gpus=300, ettr=0.9), figures(gpus=100, ettr=0.5)])
     assert told["ettr"] == pytest.approx(0.8)
