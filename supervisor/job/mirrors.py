@@ -19,10 +19,13 @@ from supervisor.job.core import Core, Wants
 from supervisor.job.nodes import Nodes
 from supervisor.job.tiers import Tiers
 
-EVERY_S: Final = 10.0
-"""A step is named at most so often, and later by ..."""
-NODE_S: Final = 0.2
-"""... for each node."""
+EVERY_S, NODE_S = 10.0, 0.2
+"""A step is named at most so often, and later by so much for each node: while the run is young. Each one costs the
+journal some kilobytes a node."""
+CALM_EVERY_S, CALM_NODE_S = 60.0, 1.0
+"""The same, once it has run for long."""
+CALM_SHARE: Final = 1 / 60
+"""In between: this part of the time since the first step was named."""
 
 
 class SnapshotPlan(NamedTuple):
@@ -52,6 +55,7 @@ class SnapshotMirrors:
         of those are of two runs."""
         self._named_at = 0.0
         """When the step was named."""
+        self._first_named_at: float | None = None
         self._told: tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]] = (None, ())
 
     @property
@@ -151,14 +155,21 @@ class SnapshotMirrors:
             self._nodes.touch_all()
 
     def _aim(self, target: MirrorTarget | None) -> None:
-        """Each step costs all nodes some reports: on many nodes it is named less often."""
+        """Each step costs all nodes some reports: on many nodes, and in long runs, it is named less often."""
         held, now = self._target, self._core.now
         anew = target is not None and (held is None or target[:2] != held[:2])
         soon = held is not None and target is not None and held.attempt == target.attempt
-        if anew and soon and now - self._named_at < EVERY_S + NODE_S * len(self._nodes):
+        if anew and soon and now - self._named_at < self._pause_s():
             return
+        if anew and self._first_named_at is None:
+            self._first_named_at = now
         self._named_at = now if anew else self._named_at
         self._target = target
+
+    def _pause_s(self) -> float:
+        nodes = len(self._nodes)
+        since = 0.0 if self._first_named_at is None else self._core.now - self._first_named_at
+        return min(max(EVERY_S + NODE_S * nodes, since * CALM_SHARE), CALM_EVERY_S + CALM_NODE_S * nodes)
 
     def begin_life(self) -> None:
         self._before = self._seen = self._target = None

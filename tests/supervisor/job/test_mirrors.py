@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import msgspec
@@ -98,6 +99,23 @@ def test_an_older_copy_stays_until_the_next_is_mirrored(cluster: Cluster) -> Non
     cluster.mirror(80)
     assert cluster.of("a").keep == ((1, 80),)
     assert cluster.driver.job.view().mirrored_snapshot.step == 80
+
+
+def test_in_a_long_run_steps_are_named_less_often(cluster: Cluster) -> None:
+    """The journal keeps every one of them."""
+    named: list[float] = []
+    step, target = 40, 46
+    for _ in range(700):
+        step += 20
+        cluster.seen(step)
+        if target <= step:
+            cluster.mirror(target)
+        if cluster.of("a").from_step != target:
+            target = cluster.of("a").from_step
+            named.append(cluster.driver.now)
+    pauses = [after - before for before, after in itertools.pairwise(named)]
+    assert max(pauses[:5]) <= 20
+    assert 60 <= min(pauses[-5:]) <= max(pauses[-5:]) <= 80
 
 
 def test_a_spare_gets_the_lost_node_s_part_and_the_survivor_its_own(cluster: Cluster) -> None:
