@@ -221,10 +221,16 @@ def read_header(page: bytes, length: int) -> Optional[Header]:  # noqa: UP045
     text = _checked(page)
     if not text:
         return None
-    found = json.loads(text)
-    if len(found) != len(Header._fields) or not all(type(value) in (int, float) for value in found):
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        return None
+    if not isinstance(found, list) or len(found) != len(Header._fields):
         return None
     header = Header(*found)
+    numbers = all(type(value) is int for value in header._replace(at=0)) and type(header.at) in (int, float)
+    if not numbers or not header.at < float("inf"):
+        return None
     inside = DATA_AT + header.size_bytes <= header.table_at and header.table_at + header.table_bytes <= length
     return header if inside and min(header) >= 0 else None
 

@@ -105,7 +105,7 @@ def test_in_a_long_run_steps_are_named_less_often(cluster: Cluster) -> None:
     """The journal keeps every one of them."""
     named: list[float] = []
     step, target = 40, 46
-    for _ in range(700):
+    for _ in range(450):
         step += 20
         cluster.seen(step)
         if target <= step:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 
 from recovery.snapshot_choice import SnapshotPart
-from recovery.snapshot_memory import DATA_AT, PAGE, Header, Slot, addresses, make_slots
+from recovery.snapshot_memory import DATA_AT, PAGE, Header, Slot, addresses, make_slots, read_header
 from recovery.tiers import PartSource, SnapshotBring, SnapshotOrders
 from supervisor.mover.copying import CHUNK, CopyError, CopyPace
 from supervisor.mover.peer import Mirrors, PeerError, PeerServer, Wire, call
@@ -241,6 +242,23 @@ def test_a_lack_of_memory_is_told_in_the_same_words() -> None:
             RankCopy(4 * PAGE, free=lambda size=size: size)  # type: ignore[misc]
         told.add(str(raised.value))
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 4000,
+        '{"rank": 1}',
+        f"[1, 2, 4, 1, 10, Infinity, {SIZE}, {DATA_AT + SIZE}, 10, 1]",
+        f"[1, 2, 4, 1, 10, NaN, {SIZE}, {DATA_AT + SIZE}, 10, 1]",
+        f"[1, 2, 4, 1, 10, 100.0, {SIZE}, {DATA_AT + SIZE}.0, 10, 1]",
+        f"[1, 2, 4, 1, 10, 100.0, {SIZE}, null, 10, 1]",
+    ],
+)
+def test_a_header_that_says_anything_else_is_none(text: str) -> None:
+    """A peer, or a script, may have written it: neither agent nor mover may end of it."""
+    head = struct.pack("<8sQQII", b"UNBSNAP1", 1, 1, len(text), zlib.crc32(text.encode()))
+    assert read_header((head + text.encode()).ljust(PAGE, b"\0"), 2 * SIZE) is None
 
 
 def copies_held() -> int:
