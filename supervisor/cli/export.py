@@ -61,7 +61,7 @@ _CLASSES: Final = frozenset(one.value for one in FailureClass)
 
 @click.group()
 def export() -> None:
-    """Write what is known to files."""
+    """Write past incidents to files."""
 
 
 @export.command()
