@@ -136,10 +136,11 @@ def is_of_package(name: str, key: str, value: Any) -> bool:
     )
 
 
-def add_new(space: Any, before: Names) -> None:
-    """What an import has added."""
-    for key in [one for one in list(space) if one not in before]:
-        before[key] = space[key]
+def add_new(space: Any, before: Names) -> list[tuple[Names, str]]:
+    """What an import has added: where it is noted, and its name."""
+    new = [one for one in list(space) if one not in before]
+    before.update({key: space[key] for key in new})
+    return [(before, key) for key in new]
 
 
 def wraps_for_compiler(now: Any, before: Any) -> bool:
@@ -204,6 +205,8 @@ class ScriptChanges:
         self.path: dict[str, None] = {}
         self.packages: dict[str, tuple[Any, Any, Names]] = {}
         self.known: dict[str, Any] = {}
+        self.added: list[tuple[Names, str]] = []
+        """To what the keeper remembers, since the fork."""
         self.spent_s = 0.0
         self.looks = 0
         self.current: Any = None
@@ -237,14 +240,24 @@ class ScriptChanges:
 
     def _give_up(self, why: str) -> None:
         self.why = self.why or why[:300] or "unknown"
+        if os.getpid() == self.pid:  # what ends, ends in the rank
+            self._let_go()
 
     def _end(self) -> None:
         """The script has ended: nothing that it imports from now on counts."""
         self.pid = 0
+        self._let_go()
+        forget_keeper()
+
+    def _let_go(self) -> None:
+        """Of what is the script's: what a package drops later has an end then, as without us. What the keeper had
+        before the fork stays: to let go of that costs more (`forget_keeper`)."""
         self.current = None
         self.packages.clear()
         self.known.clear()
-        forget_keeper()
+        for names, key in self.added:
+            names.pop(key, None)
+        self.added.clear()
 
     def _begun(self, name: str, frame: Any) -> None:
         """An installed module is about to be loaded. Who asks for it: another one, or the script?"""
@@ -292,10 +305,10 @@ class ScriptChanges:
         """How everything is now, as it may stay until the script imports again."""
         for _module, space, before in keeper_modules.values():
             if len(space) != len(before):
-                add_new(space, before)
+                self.added += add_new(space, before)
         for _name, space, before in keeper_classes:
             if len(space) != len(before):
-                add_new(space, before)
+                self.added += add_new(space, before)
         for name, module in list(sys.modules.items()):
             noted = self.packages.get(name)
             if noted is not None and noted[0] is module:

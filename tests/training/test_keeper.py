@@ -35,6 +35,18 @@ torch.save([model.state_dict(), optimizer.state_dict()], sys.argv[1])
 torch.load(sys.argv[1])
 print(*sorted(name for name in set(sys.modules) - had if name.startswith("torch")))
 """
+DROPS = """
+import weakref, torch
+import click
+class Held: pass
+click._cache, torch._cache_of_mine = Held(), Held()
+import pluggy
+click.echo = print
+import iniconfig
+held = weakref.ref(click._cache), weakref.ref(torch._cache_of_mine)
+click._cache = torch._cache_of_mine = None
+print(*[one() for one in held])
+"""
 SLEEP = "import os, sys, time\nprint('up', flush=True)\ntime.sleep(300)\n"
 
 
@@ -69,6 +81,13 @@ def test_a_rank_is_soon_at_its_first_step(
     copied, imported = out.split("\n")[:2]
     assert int(copied) < 12_000  # of 45,000; 21,000 in a rank that let go of what is remembered of modules
     assert imported == ""
+
+
+def test_a_rank_that_looks_for_no_more_changes_holds_nothing_of_the_script(
+    keeper: Any, script: Callable[..., Path]
+) -> None:
+    """What a package drops, a tensor say, is let go of as without us."""
+    assert stub(keeper, script(DROPS), UNBROKEN_ATTEMPT="914").communicate(timeout=60) == ("None None\n", "")
 
 
 def test_writes_the_true_end_and_tells_at_once(keeper: Any, script: Callable[..., Path]) -> None:
