@@ -26,19 +26,19 @@ TEXT_LIMIT: Final = 2000
 
 _COMMON: Final = frozenset(
     """
-    a about account active after agent all an and any application as at available back bad batch be been before begin
-    by cache call cannot checkpoint checkpoints child class client closed cluster code command config connect connected
-    connection container could cpu cuda data dataset datasets default defined device did directory does done down dying
-    end error exception exit failed failure false file files first folder for found from gone gpu group had handle has
-    have help home host hostname id if image in info input instance interrupt is it job kernel kill killed last launcher
-    library line list local localhost lost machine main master memory message missing mode model module name names nccl
-    network new no node nodes none not null number of offline on online open or other out output own owner partition
-    path peer pending pid port process program project python queue rank ranks ready refused remote request reset
-    response result return root run running same script see sent server service session shared signal since slurm space
-    srun started state status step still stopped storage store str system task test that the their them then this
-    thread time timeout tmp to token torch torchrun train trainer training true type unknown unreachable up used user
-    users using value wait waiting warning was were when where which while will with within without work worker workers
-    world write you your
+    a about account active address addresses after agent all an and any application as at available back bad batch
+    be been before begin by cache call cannot checkpoint checkpoints child class client closed cluster code command
+    config connect connected connection container could cpu cuda data dataset datasets default defined device did
+    directory does done down dying end error exception exit failed failure false file files first folder for found
+    from gone gpu group had handle has have help home host hostname id if image in info input instance interrupt is
+    it job kernel kill killed last launcher library line list local localhost lost machine main master memory
+    message missing mode model module name names nccl network new no node nodes none not null number of offline on
+    online open or other out output own owner partition path peer pending pid port possible process program project
+    python queue rank ranks ready refused remote request reset response result return root run running same script
+    see sent server service session shared signal since slurm space srun started state status step still stopped
+    storage store str system task test that the their them then this thread time timeout tmp to token torch torchrun
+    train trainer training true type unexpectedly unknown unreachable up used user users using value wait waiting
+    warning was were when where which while will with within without work worker workers world write you your
     """.split()
 ) | {one.value for one in FailureClass}
 _PACKAGES: Final = (
@@ -49,6 +49,8 @@ _PACKAGES: Final = (
 _PUBLIC_PATH: Final = re.compile(
     r"/dev/(?:shm|null|kmsg|nvidia\w{0,12}|infiniband)|/proc(?:/self)?|/tmp|/usr(?:/bin)?|/"
     r"|(?:\.\./|/pytorch/|/opt/pytorch/)?(?:torch/csrc|aten/src|c10)/[\w/.+-]{1,120}"
+    r"|NET/(?:IB|Socket|Plugin|OFI)|Driver/library|status=\d{1,3}/[A-Z]{1,12}|tensorflow/core/[\w/.+-]{1,120}"
+    r"|(?:misc|include|transport|graph|src/misc|src/transport)/\w{1,40}\.(?:cc|h)"
     r"|\d[\d.,]*[kKMGTB]*/\d[\d.,]*\w{0,3}|\w{1,12}/(?:s|sec|it|iter|step|gpu|rank|node|batch|sample|token|min|h)"
     r"|(?i:and/or|n/a|i/o|input/output|tcp/ip|client/server|read/write|true/false|on/off|yes/no|send/recv|ib/roce)"
 )
@@ -117,7 +119,42 @@ _LEARN: Final[tuple[tuple[Kind, re.Pattern[str]], ...]] = (
             re.MULTILINE,
         ),
     ),
-    ("host", re.compile(r"\b(?:srun|slurmstepd|mpirun|pdsh|salloc): (?:error|warning|info|fatal): ([A-Za-z][\w.-]*):")),
+    (
+        "host",
+        re.compile(
+            r"\b(?:srun|slurmstepd|mpirun|pdsh|salloc): (?:error|warning|info|fatal): ([A-Za-z][\w.-]*(?:,[\w.-]+)*):"
+        ),
+    ),
+    ("host", re.compile(r"(?i)\bconnect(?:ed|ion)?(?:\(\))? to (?:host |\[|\()([a-z][\w-]*(?:\.[\w-]+)*)")),
+    (
+        "host",
+        re.compile(
+            r"(?i)\bnodes? ([a-z][\w.-]*(?:,[\w.-]+)*)[,:]? "
+            r"(?=not respond|exited|unexpected|reboot|failed|is |was |has )"
+        ),
+    ),
+    ("host", re.compile(r"(?i)\bon (?:node|host) ([a-z][\w.-]*)")),
+    ("host", re.compile(r"\bLinux ([a-z][\w.-]*) \d+\.\d+")),
+    ("user", re.compile(r"\b(?:UserId|GroupId|User|usr)\s?[=:]?\s?([A-Za-z_][\w.-]{1,40})\s?\((?:uid[ =:]?)?\d+\)")),
+    ("user", re.compile(r"\buser_?id\s?[=:]\s?([A-Za-z_][\w.-]{1,40})")),
+    (
+        "user",
+        re.compile(r"\b(?:[Uu]ser:?|login as|logged in as:?) ([A-Za-z_][\w.-]{2,40})(?=[),;]|\.?$| \()", re.MULTILINE),
+    ),
+    ("job", re.compile(r"\blogged in as:? [\w.-]+ \(([\w.-]+)\)")),
+    (
+        "job",
+        re.compile(r"\b(?:JobId=\d+ .{0,120}? Name|JobName|Account|QOS|Reservation|Comment)=([A-Za-z0-9][\w./@+-]*)"),
+    ),
+    ("job", re.compile(r"\bStepId=(\d{3,12})\b")),
+    ("job", re.compile(r"\bin namespace ['\"]?([a-z][\w-]*)")),
+    (
+        "job",
+        re.compile(
+            r"(?<!\S)--(?:job-)?(?:name|user|account|partition|project|qos|reservation|rdzv[_-]id|run[_-]name)[ =]"
+            r"([A-Za-z0-9][\w./@+-]*)"
+        ),
+    ),
     ("job", re.compile(r"\*\*\* (?:JOB|STEP) (\d{3,12})")),
     ("host", re.compile(r"\*\*\* (?:JOB|STEP) [\d.+]+ ON ([A-Za-z][\w.-]*)")),
     ("host", re.compile(r"\b(?:ssh|ping|scp|rsh)\s+(?:-\S+\s+)*([A-Za-z][\w.-]*\w)")),
@@ -139,7 +176,7 @@ _LEARN: Final[tuple[tuple[Kind, re.Pattern[str]], ...]] = (
         "id",
         re.compile(
             r"(?i)\b(?:serial(?: ?number| no\.?)?|s/n|asset(?: tag)?|part number|board id|guid|account id)\s?[:=#]?\s*"
-            r"([A-Za-z0-9][A-Za-z0-9-]{3,40})"
+            r"([A-Za-z0-9][A-Za-z0-9-]{3,40}(?:[:.][0-9a-f]{4}){0,3})"
         ),
     ),
 )
@@ -154,6 +191,7 @@ _FIND: Final = re.compile(
             ("uuid", r"(?i:(?:MIG-|GPU-)*[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}(?:/\d+/\d+)?)"),
             ("device", r"(?:GPU|MIG)-[0-9a-f]{4}[\w-]*"),
             ("mac", r"(?i:(?<![\w:-])(?:[0-9a-f]{2}[:-]){5,19}[0-9a-f]{2}(?![\w:]))"),
+            ("guid", r"(?i:(?<![\w:.-])(?:(?:[0-9a-f]{4}:){3}|(?:[0-9a-f]{4}\.){2})[0-9a-f]{4}(?![\w:]|\.\w))"),
             ("ip6", r"(?i:(?<![\w:.])[0-9a-f]{0,4}(?::[0-9a-f]{0,4}){2,8}(?:\.\d{1,3}){0,3}(?:%[\w.-]+)?(?![\w:]))"),
             ("ip4", r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d])"),
             ("encoded", r"[^\s'\"]{0,200}%(?:2[FfBb0]|40|3[AaDd]|5[Cc])[^\s'\"]{0,400}"),
@@ -170,6 +208,7 @@ _FIND: Final = re.compile(
 )  # fmt: skip
 _ESCAPES: Final = re.compile(r"\\(?:[nrt]|u00[0-9a-f]{2}|x[0-9a-f]{2}|/)", re.IGNORECASE)
 _PARTS: Final = re.compile(r"[^\W_]+")
+_IN_LIST: Final = re.compile(r"[^,]+")
 _SEPARATED: Final = re.compile(r"([._-])")
 PARTS_JOINED: Final = 6
 """Parts of a name with hyphens that is known: `a-b-c` within `a-b-c-resume`."""
@@ -331,4 +370,7 @@ def _named(text: str) -> Iterator[tuple[Kind, str, int, int]]:
     """Names that stand where names stand: kind, name, where it begins and ends."""
     for kind, pattern in _LEARN:
         for match in pattern.finditer(text):
-            yield kind, match[1], match.start(1), match.end(1)
+            names = _IN_LIST.finditer(match[1]) if "," in match[1] and "[" not in match[1] else (None,)
+            for one in names:
+                start, end = (0, len(match[1])) if one is None else one.span()
+                yield kind, match[1][start:end], match.start(1) + start, match.start(1) + end
