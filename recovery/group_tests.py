@@ -15,6 +15,7 @@ Everything is worked out anew from the outcomes of all rounds, in their order; n
 from __future__ import annotations
 
 import bisect
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final, Literal, NamedTuple
@@ -188,11 +189,16 @@ def _shared_domain(known: _Known, nodes: Iterable[str], domains: Mapping[str, st
 PAIR_TEST: Final = "pairs"
 CPU_PAIR_MARGIN: Final = Margin(1.0, 0.05)
 GPU_PAIR_MARGIN: Final = Margin(0.1, 0.000_02)
+NEVER_SLOW: Final = Margin(0.0, math.inf)
+"""Nodes of different kinds: one that is slower than others is as it was built."""
 
 
 def pair_margin(kinds: Iterable[str]) -> Margin:
     """How much slower than others is slow. Gloo between shared CPUs is no measure for less than twice."""
-    return CPU_PAIR_MARGIN if any(kind.endswith(" CPU") for kind in kinds) else GPU_PAIR_MARGIN
+    found = set(kinds)
+    if len(found) > 1:
+        return NEVER_SLOW
+    return CPU_PAIR_MARGIN if any(kind.endswith(" CPU") for kind in found) else GPU_PAIR_MARGIN
 
 
 def pair_results(conclusion: PairConclusion, rounds: Sequence[Sequence[GroupOutcome]], at: float) -> list[TestResult]:

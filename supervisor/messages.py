@@ -264,6 +264,8 @@ class Hello(Frozen, frozen=True, kw_only=True, tag="hello"):
     """What the scheduler calls this node; empty: as `node`."""
     domain: str = ""
     """What fails together with it: its switch or rack, as the scheduler names it; empty: not known."""
+    can_test: bool = False
+    """Its agent makes active tests (`NodeTestOrder`). (Those of before do not.)"""
     version: str = ""
     run: str = ""
     """Which `unbroken run` of this node: an agent that is started again has the same."""
@@ -423,6 +425,8 @@ class NodeJoined(Event, frozen=True, kw_only=True, tag="node_joined"):
     scheduler_node: str = ""
     """As in `Hello`."""
     domain: str = ""
+    can_test: bool = True
+    """As in `Hello`. (Journals of before have none.)"""
 
 
 class NodeLost(Event, frozen=True, kw_only=True, tag="node_lost"):

@@ -122,8 +122,8 @@ KINDS: Final[dict[str, Kind]] = {
         "not proven"
     ),
     "suspects_known": _kind(
-        "active tests ({took_s:.0f} s):[ {failed} failed with two good partners ({why})][ {passed} did well]"
-        "[ {between} do well with others, and fail together: look between them][ nobody is named: {unknown}]"
+        "active tests ({took_s:.0f} s)[; {failed} failed with two good partners ({why})][; {passed} did well]"
+        "[; {between} do well with others, and fail together: look between them][; nobody is named: {unknown}]"
     ),
     "qualify_begins": _kind("{node} makes the {suite} active tests, at most {at_most:.0f} s"),
     "qualify_passed": _kind(
@@ -134,6 +134,9 @@ KINDS: Final[dict[str, Kind]] = {
     "qualify_unknown": _kind("{node} was not tested: {why}"),
     "qualify_absent": _kind("{node} is no node of this job, or is lost: run `unbroken qualify` on the node itself"),
     "qualify_in_use": _kind("{node} runs ranks of attempt {attempt}: only a spare or cordoned node can be tested"),
+    "qualify_old": _kind(
+        "{node} runs an older unbroken, whose agent makes no tests: run `unbroken qualify` on the node"
+    ),
     "qualify_twice": _kind("{node} makes active tests already"),
     # planned swaps
     "swap_planned": _kind(

@@ -332,6 +332,8 @@ def run_group(bench: ActiveSetup, devices: Devices, suite: Suite, order: GroupOr
 
 def part_of(reports: Sequence[ChildReport]) -> GroupPart:
     """What one node's children say of their group."""
+    if unknown := next((f"{one.device}: {why}" for one in reports if (why := _not_its_fault(one))), ""):
+        return GroupPart(unknown=clean_line(unknown, 400))
     seconds: dict[str, float] = {}
     for report in reports:
         for line in report.lines:
@@ -345,6 +347,15 @@ def part_of(reports: Sequence[ChildReport]) -> GroupPart:
         seconds=seconds,
         waited=max((one.waited for one in reports), default=0.0),
     )
+
+
+NOT_ITS_FAULT: Final = ("out of memory", " MiB of memory", "killed by SIGKILL")
+"""Words of errors that say nothing of a device or a network."""
+
+
+def _not_its_fault(report: ChildReport) -> str:
+    why = report.died or report.hung
+    return why if not report.began or any(word in why for word in NOT_ITS_FAULT) else ""
 
 
 def _trouble(report: ChildReport) -> str:

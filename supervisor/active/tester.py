@@ -1,12 +1,14 @@
 """The process that makes active tests for an agent: `python -m supervisor.active.tester SETUP`.
 
 It says on its standard output what came of each order; further rounds are ordered on its standard input. It ends when
-that is closed, and takes its children along.
+that is closed or its agent has ended, and takes its children along.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import sys
 import time
@@ -37,6 +39,7 @@ from supervisor.config import load_site_or_default
 from supervisor.errors import ActiveTestsImpossible
 from supervisor.messages import NodeTestOrder, NodeTestReport
 
+PR_SET_PDEATHSIG = 1
 FLOORS = "active_tests"
 """`[limits.active_tests] TEST = NUMBER` of the site file: what a site demands, whatever others of the kind have."""
 
@@ -109,6 +112,7 @@ def _earlier(setup: NodeTestSetup) -> tuple[Figure, ...]:
 
 def main(argv: list[str]) -> int:
     setup = msgspec.json.decode(argv[1], type=NodeTestSetup)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also while it waits for torch, and reads nothing
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     try:

@@ -185,6 +185,7 @@ class Link:
             spare=plan.spare,
             scheduler_node=plan.scheduler_node,
             domain=plan.domain,
+            can_test=True,
             version=version,
             run=plan.run,
         )

@@ -329,6 +329,7 @@ class ControlLoop:
                 spare=hello.spare,
                 scheduler_node=hello.scheduler_node,
                 domain=hello.domain,
+                can_test=hello.can_test,
             )
         )
         log.info("agent of %s connected from %s", hello.node, connection.peer)

@@ -168,6 +168,8 @@ class IncidentRecord:
     def close(self, at: float, why: str) -> None:
         """The verdict keeps the evidence that it is based on; the rest stays in its folders."""
         self.closed_at, self.closed_why = at, why
+        if self.tests is not None and not self.tests.took_s:
+            self.tests = None  # they were given up with the attempt that waited for them
         self.evidence.clear()
         self.attempt_under_review = None
 

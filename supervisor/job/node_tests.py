@@ -81,10 +81,12 @@ class _Series:
 
     @property
     def margin(self) -> Margin:
-        return pair_margin(self.ready[name].kind for name in self.able)
+        return pair_margin(f"{self.ready[name].devices} {self.ready[name].kind}" for name in self.able)
 
     @property
     def awaited(self) -> set[str]:
+        if not self.groups and not self.rounds and set(self.suspects) <= self.out.keys():
+            return set()  # nothing can come of it
         asked = {name for group in self.groups for name in group} if self.groups else set(self.nodes)
         return asked - self.out.keys() - (self.parts.keys() if self.groups else self.ready.keys())
 
@@ -156,7 +158,8 @@ class NodeTests:
         core, now = self._core, self._core.now
         suspects = tuple(name for name in suspects if now - self._tested_at.get(name, -AGAIN_S) >= AGAIN_S)
         usable = self._nodes.usable()
-        here = [node.name for node in usable if node.quiet_since is None and node.name not in self._alone]
+        heard = [node.name for node in usable if node.quiet_since is None and node.can_test]
+        here = [name for name in heard if name not in self._alone]
         suspects = tuple(name for name in suspects if name in here)
         last = self._nodes.last_choice
         others = sorted((name for name in here if name not in suspects), key=lambda name: name in last)
@@ -249,10 +252,14 @@ class NodeTests:
         series.groups, series.parts = (), {}
 
     def _groups(self, series: _Series) -> tuple[Group, ...]:
-        """None where all suspects are proven good: what else there is to know is not needed."""
+        """None where all suspects are proven good and nobody else failed: nothing else is needed."""
         if series.rounds:
-            good = conclude(series.able, series.rounds, series.margin).good
-            if set(series.suspects) & set(series.able) <= set(good):
+            found = conclude(series.able, series.rounds, series.margin)
+            open_ = {
+                name for some in series.rounds for one in some if one.failed and not one.busy for name in one.nodes
+            }
+            open_ -= {*found.good, *(one.node for one in found.bad)}
+            if not open_ and set(series.suspects) & set(series.able) <= set(found.good):
                 return ()
         return next_groups(series.able, series.rounds, series.margin)
 
@@ -268,9 +275,9 @@ class NodeTests:
             told = [one for one in found if one.node in series.suspects or one.verdict == "fail"]
             for one in told[:WRITTEN]:
                 yield from self._ledger.tested(one)
-            self._tested_at.update(dict.fromkeys(series.suspects, now))
-            while len(self._tested_at) > NODES_KEPT:
-                del self._tested_at[next(iter(self._tested_at))]
+        self._tested_at.update(dict.fromkeys(series.suspects, now))  # also those that could not be: nothing is new
+        while len(self._tested_at) > NODES_KEPT:
+            del self._tested_at[next(iter(self._tested_at))]
         partners = tuple(name for name in series.able if name not in series.suspects)
         yield SuspectsTested(series.incident, series.suspects, partners, now - series.began_at, conclusion, unknown)
 
@@ -318,6 +325,8 @@ class NodeTests:
             yield _refuse("qualify_absent", node=name)
         elif attempt is not None and not attempt.over and name in attempt.member_set:
             yield _refuse("qualify_in_use", node=name, attempt=attempt.number)
+        elif not node.can_test:
+            yield _refuse("qualify_old", node=name)
         elif self.order(name) is not None:
             yield _refuse("qualify_twice", node=name)
         else:
@@ -342,6 +351,8 @@ class NodeTests:
             known = self._ledger.of(node.name)
             due = known is not None and known.retest_due and not known.cordon
             if not due or not node.present or node.name in used or self.order(node.name) is not None:
+                continue
+            if not node.can_test:
                 continue
             if core.now - self._retested_at.get(node.name, -RETEST_APART_S) >= RETEST_APART_S:
                 self._retested_at[node.name] = core.now

@@ -47,6 +47,8 @@ class Node:
     """What the scheduler calls it."""
     domain: str = ""
     """Its switch or rack; empty: not known."""
+    can_test: bool = True
+    """Its agent makes active tests."""
 
 
 class Nodes:
@@ -198,6 +200,7 @@ class Nodes:
             node.host, node.address = event.host, event.address
             node.index, node.spare = event.index, event.spare
             node.scheduler_name, node.domain = event.scheduler_node or node.name, event.domain
+            node.can_test = event.can_test
         node.present, node.why, node.front_ended, node.quiet_since = True, "", False, None
         if not node.done:
             self._unfinished.add(node.name)

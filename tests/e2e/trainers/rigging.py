@@ -136,6 +136,15 @@ def _raise() -> None:
     table["momentum"] += 1
 
 
+def _lose_the_peer() -> None:
+    """What NCCL raises when a connection to node b breaks."""
+    raise RuntimeError(
+        "NCCL error in: ProcessGroupNCCL.cpp:3384, remote process exited or there was a network error\n"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
+        "socketProgress: Connection closed by remote peer b<42138>"
+    )
+
+
 def _hold_the_lock() -> None:
     ctypes.PyDLL(None).sleep(1_000_000)  # PyDLL: the interpreter's lock stays held during the call
 
@@ -222,6 +231,7 @@ _WITHIN_A_STEP = {
     "other": _call_another_collective,
     "left": _leave_the_group,
     "exception": _raise,
+    "lost_peer": _lose_the_peer,
     "gil": _hold_the_lock,
     "segfault": _crash,
     "deaf": _go_deaf,

@@ -159,6 +159,20 @@ def test_what_makes_a_group_fail() -> None:
     assert not group_outcome(("a", "b"), {"a": part_of((well,)), "b": part_of((well,))}).failed
 
 
+def test_what_says_nothing_of_a_node() -> None:
+    """torch that is slow to come, memory that is not there: another partner would feel the same."""
+    well = report(died="store: timed out")
+    for bad in (
+        ChildReport(device="cpu", hung="did not end within 15 s, after its start"),
+        ChildReport(device="cpu", died="ended with code 1: ImportError"),
+        report(died="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+        report(hung="it took more than 16384 MiB of memory, after all_reduce_small"),
+        report(died="was killed by SIGKILL"),
+    ):
+        outcome = group_outcome(("a", "b"), {"a": part_of((well,)), "b": part_of((well, bad))})
+        assert outcome.busy, "nobody is blamed for it"
+
+
 def test_a_group_of_which_every_node_is_busy() -> None:
     hung = report(hung="did not end", took_s=15.0, waited_s=6.0)
     free = report(took_s=15.0, waited_s=0.5)

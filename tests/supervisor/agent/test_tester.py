@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from supervisor.active import NodeTestSetup
 from supervisor.agent.state import AgentState
 from supervisor.agent.tester import NodeTester
 from supervisor.keeper_client import KeeperState, WorkerProcess
 from supervisor.messages import NodeTestOrder
-from tests.conftest import runs
+from supervisor.paths import daemon_argv
+from tests.conftest import runs, until
 
 SCRIPT = """#!{python}
 import json, os, sys, time
@@ -159,3 +163,27 @@ def test_a_python_that_is_none(make_state: Any) -> None:
         assert "/nowhere/python" in tester.report.problem
 
     asyncio.run(all_of_it())
+
+
+DIES = """
+import subprocess, sys, time
+tester = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(tester.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_it_ends_with_its_agent_also_while_torch_is_imported(tmp_path: Path) -> None:
+    """Then it reads nothing, and would not see that the agent has hung up for as long as that takes."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ntouch {tmp_path}/imports\nexec sleep 50\n")
+    python.chmod(0o755)
+    order = NodeTestOrder(number=1, budget_s=60.0)
+    setup = NodeTestSetup(node="n1", python=str(python), cwd="/", address="127.0.0.1", order=order)
+    argv = daemon_argv("supervisor.active.tester", msgspec.json.encode(setup).decode())
+    with subprocess.Popen([sys.executable, "-c", DIES, *argv], stdout=subprocess.PIPE) as agent:
+        assert agent.stdout is not None
+        tester = int(agent.stdout.readline())
+        until((tmp_path / "imports").exists, WITHIN_S, "torch to be imported")
+        agent.kill()
+    until(lambda: not runs(tester), 10.0, "the tests to end with the agent")

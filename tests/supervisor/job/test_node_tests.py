@@ -6,6 +6,7 @@ import random
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from diagnosis.incident import Culprit, Verdict
@@ -42,6 +43,7 @@ class Fleet:
     ) -> None:
         self.driver, self.failing, self.slow, self.cut = driver, set(failing), dict(slow or {}), set(cut)
         self.silent, self.busy = set(silent), set(busy)
+        self.kinds: dict[str, str] = {}
         self.random = random.Random(7)
         self.done: set[tuple[str, int, int]] = set()
         self.rounds = 0
@@ -76,7 +78,8 @@ class Fleet:
 
     def answer(self, name: str, order: m.NodeTestOrder, part: GroupPart | None, **more: Any) -> None:
         port = 20000 + int(name[1:]) * 8 + order.round
-        usual = {"number": order.number, "round": order.round, "address": name, "port": port, "devices": 8, "kind": GPU}
+        usual = {"number": order.number, "round": order.round, "address": name, "port": port, "devices": 8}
+        usual["kind"] = self.kinds.get(name, GPU)
         report = m.NodeTestReport(**{**usual, "part": part, **more})
         self.driver.tell(m.NodeTested, after=0.001, node=name, report=report)
 
@@ -150,16 +153,18 @@ def test_whatever_the_symptom_was(suspected: Any) -> None:
     assert left_out(driver) == {"n3"}
 
 
-def test_it_ends_once_the_suspects_are_proven_good(suspected: Any) -> None:
-    """Even if something is wrong with others: nobody had suspected them."""
+@pytest.mark.parametrize("fault", ["slow", "failing"])
+def test_another_one_is_bad(suspected: Any, fault: str) -> None:
+    """A verdict may name the wrong end of a connection: what fails is looked into; what is only slow is not."""
     driver = suspected(8, "n3")
     fleet = Fleet(driver)
     *_, other = (name for name in fleet.orders() if name != "n3")
-    fleet.failing = {other}
+    fleet.failing, fleet.slow = ({other}, {}) if fault == "failing" else (set(), {other: 3.0})
     fleet.run()
-    assert fleet.rounds == 1
     assert view(driver).passed == ("n3",)
-    assert left_out(driver) == set()
+    assert fleet.rounds == (2 if fault == "failing" else 1)
+    assert left_out(driver) == ({other} if fault == "failing" else set())
+    assert started(driver)
 
 
 def test_the_partner_may_be_the_bad_one(suspected: Any) -> None:
@@ -219,6 +224,82 @@ def test_an_agent_that_falls_silent_is_not_blamed_for_it(suspected: Any) -> None
     assert "n3" not in view(driver).passed
     assert left_out(driver) == set()
     assert started(driver)
+
+
+@pytest.mark.parametrize("how", ["silent", "started again"])
+def test_one_failure_before_an_agent_falls_silent_is_no_proof(suspected: Any, how: str) -> None:
+    """The first pair failed, and its other node is good: that may have been what is between them."""
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver, failing={"n3"}, silent={"n3"})
+    while not any(order.round == 2 for order in fleet.orders().values()):
+        order = fleet.orders()["n3"]
+        fleet.answer("n3", order, GroupPart(failed="all_reduce: timeout") if order.round else None)
+        fleet.run()
+    order = fleet.orders()["n3"]
+    assert order.world
+    if how == "started again":
+        fleet.answer("n3", order, None, problem="its agent was started again while it was tested")
+    fleet.run()
+    while "tests" in driver.job.timers:
+        driver.fire("tests")
+        fleet.run()
+    assert not view(driver).failed
+    assert "n3" not in view(driver).passed
+    assert left_out(driver) == set()
+    assert started(driver)
+
+
+def test_nodes_of_different_kinds_are_not_slow(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver, slow={"n3": 3.0})
+    fleet.kinds = {"n3": "A100, torch 2, CUDA 12"}
+    fleet.run()
+    assert left_out(driver) == set()
+    assert view(driver).passed == ("n3",)
+
+
+def test_agents_of_an_older_version_are_not_waited_for(make_driver: Any) -> None:
+    driver = make_driver(suspicion("n1"), nodes_min=4, nodes_max=4, spares=1, test_suspects=True)
+    for name in ("n0", "n1", "n2", "n3", "n4"):
+        spare, can_test = name == "n4", name in ("n0", "n1")
+        driver.tell(m.NodeJoined, node=name, host=name, address="10.0.0.1", spare=spare, can_test=can_test)
+    driver.up()
+    driver.crash("n0", rank=1, code=1, signal=None)
+    driver.fire("evidence")
+    assert not Fleet(driver).orders()
+    assert started(driver)
+
+
+def test_what_could_not_be_tested_is_not_tried_again_at_once(suspected: Any) -> None:
+    """Each try may cost half a minute."""
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver, silent={f"n{number}" for number in range(12)})
+    driver.fire("tests")
+    assert started(driver)
+    driver.up()
+    driver.crash("n0", rank=1, code=1, signal=None)
+    if driver.state == "DIAGNOSING":
+        driver.fire("evidence")
+    assert not fleet.orders()
+    assert started(driver)
+
+
+def test_nobody_else_is_waited_for_when_no_suspect_can_be_tested(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver)
+    fleet.answer("n3", fleet.orders()["n3"], None, problem="ranks still live here after 20 s")
+    assert "tests" not in driver.job.timers
+    assert not fleet.orders()
+    assert started(driver)
+
+
+def test_the_job_ends_while_they_are_tested(suspected: Any) -> None:
+    driver = suspected(8, "n3")
+    fleet = Fleet(driver)
+    assert fleet.orders()
+    driver.order("stop")
+    assert not fleet.orders()
+    assert driver.job.view().incidents[-1].tests is msgspec.UNSET
 
 
 def test_a_lost_node_is_not_waited_for(suspected: Any) -> None:
