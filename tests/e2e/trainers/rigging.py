@@ -140,8 +140,8 @@ def _lose_the_peer() -> None:
     """What NCCL raises when a connection to node b breaks."""
     raise RuntimeError(
         "NCCL error in: ProcessGroupNCCL.cpp:3384, remote process exited or there was a network error\n"
-        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
-        "socketProgress: Connection closed by remote peer b<42138>"
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\n"
+        "Last error:\nsocketProgress: Connection closed by remote peer b<42138>"
     )
 
 

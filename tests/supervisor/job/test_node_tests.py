@@ -272,7 +272,8 @@ def test_agents_of_an_older_version_are_not_waited_for(make_driver: Any) -> None
 
 def test_what_could_not_be_tested_is_not_tried_again_at_once(suspected: Any) -> None:
     """Each try may cost half a minute."""
-    driver = suspected(8, "n3")
+    driver = suspected(8, verdict=suspicion("n3", failure_class=FailureClass.NCCL_TIMEOUT))
+    assert driver.told["n3"].tests is not None
     fleet = Fleet(driver, silent={f"n{number}" for number in range(12)})
     driver.fire("tests")
     assert started(driver)
