@@ -27,14 +27,22 @@ MAX_FORM: Final = 1_000
 NEW_FORMS: Final = 300
 """The last so many lines of new forms in a block are read. (Logs where each line is new are none that a reader could
 compare; and they are to be read at the speed of the others.)"""
-ALL_LINES: Final = 300_000
+LINES_OF_A_SHAPE: Final = 15
+LEAST_LINES: Final = 10_000
 SAMPLED: Final = 8
-"""After so many lines, and a block with many new ones, only such a part of the next block is read: its end."""
+LEAST_SAMPLE: Final = 16 * 1024
+"""After so many lines for each shape that is kept, or in all, and a block with many new ones, only the end of the next
+block is read: it is so many times smaller, or has so many bytes."""
 PREFIX_BYTES: Final = 20
 OTHERS: Final = b"(lines of other forms)"
 
 _PREFIX: Final = re.compile(rb"[ \t]{0,2}(?:\[(?:rank|default)?(\d{1,6})\]:?|(\d{1,6}): |)", re.IGNORECASE)
-_VARIES: Final = re.compile(rb"0x[0-9a-f]+|0[0,.:]*|\b(?=[a-f]*0)[0-9a-f]{6,}\b| {2,}")
+_VARIES: Final = (
+    (re.compile(rb"0x[0-9a-f]+|\b(?=[a-f]+0)[0-9a-f]{6,}\b"), b"0x"),
+    (re.compile(rb"0[0,.:]+"), b"0"),
+    (re.compile(rb" {2,}"), b" "),
+)
+"""What varies, and what is left of it: numbers and addresses still differ from words."""
 _HEX: Final = re.compile(r"\b0x[0-9a-f]+\b|\b(?=[a-f]*0)(?=0*[a-f])[0-9a-f]{6,}\b", re.IGNORECASE)
 _NUMBER: Final = re.compile(r"[-+]?0[0,.:]*(?:e[-+]?0+)?", re.IGNORECASE)
 _SPACES: Final = re.compile(r"[ \t]{2,}")
@@ -90,6 +98,7 @@ class TemplateBook:
 
     def __init__(self, max_shapes: int = MAX_SHAPES) -> None:
         self._max_shapes = max_shapes
+        self._all_lines = max(LEAST_LINES, LINES_OF_A_SHAPE * max_shapes)
         self._logs: dict[str, _Log] = {}
         self.lines: Counter[str] = Counter()
         """Source -> lines that were counted."""
@@ -97,8 +106,8 @@ class TemplateBook:
     def feed(self, source: str, block: bytes, first_line: int, rank: int | None = None) -> None:
         """Whole lines of one log, without the last newline; `first_line`: the number of the first, from 1."""
         log = self._logs.setdefault(source, _Log())
-        if log.is_noisy and self.lines[source] > ALL_LINES:
-            start = block.find(b"\n", len(block) - len(block) // SAMPLED) + 1
+        if log.is_noisy and self.lines[source] > self._all_lines:
+            start = block.find(b"\n", max(0, len(block) - max(len(block) // SAMPLED, LEAST_SAMPLE))) + 1
             skipped = block.count(b"\n", 0, start)
             block, first_line = block[start:], first_line + skipped
             self.lines[source] += skipped
@@ -113,13 +122,14 @@ class TemplateBook:
         if len(unknown) > NEW_FORMS:
             # Those near the end, whose only line most likely is the last one.
             kept = set(itertools.islice(filter(unknown.__contains__, reversed(forms)), NEW_FORMS))
-            others = self._tally(log, OTHERS, lines[0], first_line)
+            others = self._tally(log, OTHERS, OTHERS, lines[0], first_line)
             others.count += sum(counts.values()) - sum(counts[form] for form in itertools.chain(kept, here))
             unknown = kept
         elif unknown:
             first = dict(zip(reversed(forms), range(len(forms) - 1, -1, -1), strict=True))
-        for form in sorted(unknown, key=first.__getitem__):
-            here[form] = self._tally(log, form, lines[first[form]], first_line + first[form])
+        ordered = sorted(unknown, key=first.__getitem__)
+        for form, key in zip(ordered, _keys([_shown(form) for form in ordered]), strict=True) if ordered else ():
+            here[form] = self._tally(log, form, key, lines[first[form]], first_line + first[form])
         for form, tally in here.items():
             tally.count += counts[form]
             at = last[form]
@@ -133,10 +143,9 @@ class TemplateBook:
             tally.last = _shown(tally.last)
         self.lines[source] += len(lines)
 
-    def _tally(self, log: _Log, form: bytes, line: bytes, number: int) -> _Tally:
+    def _tally(self, log: _Log, form: bytes, key: bytes, line: bytes, number: int) -> _Tally:
         """The tally of a form that was not looked up before."""
         shown = _shown(form)
-        key = _VARIES.sub(_stays, shown) if form is not OTHERS else OTHERS
         tally = log.by_key.get(key)
         if tally is None:
             if len(log.by_key) >= self._max_shapes:
@@ -169,9 +178,12 @@ def _shown(line: bytes) -> bytes:
     return (line.rstrip(b"\r").rpartition(b"\r")[2] if b"\r" in line else line)[:MAX_BYTES]
 
 
-def _stays(match: re.Match[bytes]) -> bytes:
-    """What is left of what varies, so that numbers and addresses still differ from words."""
-    return b"0" if match[0][:1] == b"0" else b" " if match[0][:1] == b" " else b"0x"
+def _keys(shown: Sequence[bytes]) -> list[bytes]:
+    """What equal lines have in common. All at once: a pattern costs more to start than to go on."""
+    text = b"\n".join(shown)
+    for pattern, left in _VARIES:
+        text = pattern.sub(left, text)
+    return text.split(b"\n")
 
 
 def _count_ranks(here: Mapping[bytes, _Tally], lines: Sequence[bytes], forms: Iterable[bytes]) -> None:
@@ -179,12 +191,9 @@ def _count_ranks(here: Mapping[bytes, _Tally], lines: Sequence[bytes], forms: It
     prefixed = {form for form in here if (found := _PREFIX.match(form)) is not None and (found[1] or found[2])}
     if not prefixed:
         return
-    counted: Counter[tuple[bytes, bytes]] = Counter()
-    for form, line in zip(forms, lines, strict=True):
-        if form in prefixed:
-            counted[form, line[:PREFIX_BYTES]] += 1
+    counted = Counter(zip(forms, [line[:PREFIX_BYTES] for line in lines], strict=True))
     for (form, start), count in counted.items():
-        found = _PREFIX.match(start)
+        found = _PREFIX.match(start) if form in prefixed else None
         if found is not None and (found[1] or found[2]):
             ranks, rank = here[form].ranks, int(found[1] or found[2])
             ranks[rank] = ranks.get(rank, 0) + count

@@ -54,6 +54,8 @@ where it made steps, so that something is left of it."""
 COMPARED_RUNS: Final = 3
 COMPARED_BYTES: Final = 64 << 20
 """Earlier attempts are read as long as they are no larger than this together, or than what is diagnosed."""
+COMPARED_AT_ONCE: Final = 8 << 20
+"""`why` is to answer in a second: it compares an attempt that is no larger with earlier ones, no larger together."""
 Attempt = tuple[int, list[log_files.Source]]
 """Its number and its files."""
 SUCCEEDED: Final = 0.97
@@ -353,11 +355,13 @@ def _read_paths(paths: Sequence[str], quiet: bool, templates: bool) -> list[Read
     return readings
 
 
-def _readings(found: Sequence[log_files.Source], paths: Sequence[str], quiet: bool, templates: bool) -> list[Reading]:
-    """The readings of the files, in order."""
+def _readings(
+    found: Sequence[log_files.Source], paths: Sequence[str], quiet: bool, templates: bool, more_bytes: int = 0
+) -> list[Reading]:
+    """The readings of the files, in order. `more_bytes`: of runs that they are compared with."""
     places = reader.places([one.path for one in found])
     job_dir = next((Path(path) for path in paths if Path(path, "rules.toml").is_file()), None)
-    how: ReadOptions = settings(found, _site(job_dir), templates=templates)
+    how: ReadOptions = settings(found, _site(job_dir), templates=templates, more_bytes=more_bytes)
     with _progress(sum(one.size for one in found), quiet) as note:
         return list(read_all(found, [places[one.path] for one in found], how, note))
 
@@ -419,11 +423,17 @@ def main_digest(paths: Sequence[str], limit_bytes: int, good: Sequence[str]) -> 
     click.echo(digest.render(built, limit_bytes), nl=False)
 
 
-def _earlier(paths: Sequence[str], attempt: int | None = None) -> list[Attempt]:
-    """The newest attempts before this one (None: the newest) in the folders, as many as are read in about its time."""
+def _earlier(paths: Sequence[str]) -> list[Attempt]:
+    """The attempts before the newest in the folders, as many as are read in about its time."""
     found = log_files.attempts(paths)
-    attempt = max((number for number, _ in found), default=0) if attempt is None else attempt
-    room = max(COMPARED_BYTES, *(_size(files) for number, files in found if number == attempt), 0)
+    attempt = max((number for number, _ in found), default=0)
+    return _before(
+        attempt, found, max(COMPARED_BYTES, *(_size(files) for number, files in found if number == attempt), 0)
+    )
+
+
+def _before(attempt: int, found: Sequence[Attempt], room: int) -> list[Attempt]:
+    """The newest attempts before this one, with so many bytes together."""
     kept = []
     for number, files in [one for one in found if one[0] < attempt][:COMPARED_RUNS]:
         room -= _size(files)
@@ -439,12 +449,13 @@ def _size(files: Sequence[log_files.Source]) -> int:
 
 def of_attempt(folder: str, attempt: int) -> dict[str, Any] | None:
     """The answer for one attempt of a job beside those before it; None: there are none, or it is too large to read."""
-    files = dict(log_files.attempts([folder])).get(attempt, [])
-    earlier = _earlier([folder], attempt)
-    if not files or not earlier or _size(files) > COMPARED_BYTES:
+    found = log_files.attempts([folder])
+    files, earlier = dict(found).get(attempt, []), _before(attempt, found, COMPARED_AT_ONCE)
+    if not files or not earlier or _size(files) > COMPARED_AT_ONCE:
         return None
-    found = answer(_readings(files, [folder], True, True), _good_runs((), earlier, [folder], True))
-    return found if "compared" in found else None
+    more = sum(_size(one) for _, one in earlier)
+    told = answer(_readings(files, [folder], True, True, more), _good_runs((), earlier, [folder], True))
+    return told if "compared" in told else None
 
 
 def _good_runs(good: Sequence[str], earlier: Sequence[Attempt], paths: Sequence[str], quiet: bool) -> list[GoodRun]:
@@ -465,8 +476,9 @@ def _good_runs(good: Sequence[str], earlier: Sequence[Attempt], paths: Sequence[
                 "last step is not taken for good"
             )
         runs.append(_good_run(path, logs, readings, failed))
+    compared = sum(_size(found) for _, found in earlier)
     for number, found in earlier:
-        readings = _readings(found, paths, True, True)
+        readings = _readings(found, paths, True, True, compared)
         logs = [log for one in readings for log in one.logs]
         if any(log.progress_line is not None for log in logs):
             runs.append(_good_run(f"attempt {number}", logs, readings, True))

@@ -7,6 +7,7 @@ memory, so that a hostile file ends only its own reading.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -303,14 +304,26 @@ def _match(finding: Finding) -> RuleMatch:
 # ----- several files -----
 
 
-def settings(sources: Sequence[log_files.Source], site: dict[str, Any], *, templates: bool = False) -> ReadOptions:
-    """The fastest way to read these files; with `templates` their lines are counted as well."""
-    total = sum(source.size for source in sources)
-    messages = kernel_rules.default().with_site(site.get("kernel") or {})
-    compiled = scan.at_once(scan.patterns(kernel=messages)) if total >= AT_ONCE_BYTES else None
+def settings(
+    sources: Sequence[log_files.Source], site: dict[str, Any], *, templates: bool = False, more_bytes: int = 0
+) -> ReadOptions:
+    """The fastest way to read these files; with `templates` their lines are counted as well.
+
+    `more_bytes`: of other files that are read in the same way, before or after.
+    """
+    at_once = sum(source.size for source in sources) + more_bytes >= AT_ONCE_BYTES
+    compiled = _compiled(rules.default().file, msgspec.json.encode(site.get("kernel"))) if at_once else b""
     in_full = min(IN_FULL, max(60, FULL_LINES // max(len(sources), 1)))
     shapes = min(MAX_SHAPES, max(LEAST_SHAPES, ALL_SHAPES // max(len(sources), 1))) if templates else 0
-    return ReadOptions(site, compiled.dump() if compiled is not None else b"", in_full, shapes)
+    return ReadOptions(site, compiled, in_full, shapes)
+
+
+@functools.lru_cache(1)
+def _compiled(_: rules.RuleFile, kernel: bytes) -> bytes:
+    """One scan for all rules in use: a comparison reads several runs with it. Empty: hyperscan does not work here."""
+    messages = kernel_rules.default().with_site(msgspec.json.decode(kernel) or {})
+    found = scan.at_once(scan.patterns(kernel=messages))
+    return found.dump() if found is not None else b""
 
 
 _reader: Reader | None = None

@@ -246,6 +246,9 @@ def test_a_job_folder_is_compared_with_its_earlier_attempts(answer, tmp_path):
     one_attempt = diagnose.of_attempt(str(tmp_path), 3)
     assert one_attempt is not None
     assert one_attempt["compared"] == value["compared"]
+    with open(tmp_path / "attempts" / "3" / "rank1.out", "wb") as large:
+        large.truncate(diagnose.COMPARED_AT_ONCE)
+    assert diagnose.of_attempt(str(tmp_path), 3) is None, "it would take long"
     assert diagnose.of_attempt(str(tmp_path), 1) is None
     assert diagnose.of_attempt(str(tmp_path / "nowhere"), 1) is None
 
