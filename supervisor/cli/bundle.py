@@ -24,12 +24,15 @@ from supervisor.cli.job_commands import (
 )
 from supervisor.cli.output import print_answer
 from supervisor.errors import JobNotFound, UnbrokenError
+from supervisor.files import open_regular
 
 STORY = "story.txt"
 STORY_BYTES = 60_000
 """It is first in the file: whoever gets only the first 64 KiB can read it."""
 MIB = 1 << 20
 LINE_CHARS = 4000
+EVIDENCE_BYTES = 256 * MIB
+"""So much is read of one file; one that is larger is damaged."""
 LINES_BEFORE = 30
 """Lines of the timeline before the incident."""
 
@@ -54,7 +57,7 @@ def bundle(job: JobHandle, incident: str, as_json: bool, output: Path | None, li
     except OSError as error:
         raise UnbrokenError(f"{target} cannot be written: {error.strerror}") from None
     left_out = [name for name, why in contents if why]
-    lines = [str(target), *(f"left out: {name}: {why}" for name, why in contents if why)]
+    lines = [str(target), *(clean_text(f"left out: {name}: {why}", LINE_CHARS) for name, why in contents if why)]
     answer = {"schema": 1, "path": str(target), "holds": [name for name, why in contents if not why]}
     print_answer(answer | {"left_out": left_out}, as_json, lambda _: click.echo("\n".join(lines)))
 
@@ -70,8 +73,9 @@ def pieces(job: JobHandle, incident: dict[str, Any]) -> Iterator[tuple[str, byte
         yield name, msgspec.json.format(msgspec.json.encode(without_secrets(value)))
     for path in evidence_files(job.folder, incident):
         try:
-            value = msgspec.json.decode(path.read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
+            with open(open_regular(path, follow=False), "rb") as file:
+                value = msgspec.json.decode(file.read(EVIDENCE_BYTES))
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
             yield str(path.relative_to(job.folder)) + ".problem", str(error).encode()
         else:
             yield str(path.relative_to(job.folder)), msgspec.json.encode(without_secrets(value))
@@ -122,11 +126,20 @@ def without_secrets(value: Any) -> Any:
         return "\n".join(hide_keys([redact(line) for line in value.split("\n")]))
     if isinstance(value, list):
         if value and all(isinstance(one, str) for one in value):
-            return hide_keys([redact(one) for one in value])
+            return hide_keys([_behind(before, one) for before, one in zip(["", *value], value, strict=False)])
         return [without_secrets(one) for one in value]
     if isinstance(value, dict):
-        return {key: without_secrets(one) for key, one in value.items()}
+        return {key: _behind(f"{key}=", without_secrets(one)) for key, one in value.items()}
     return value
+
+
+def _behind(name: str, value: Any) -> Any:
+    """`value`, unless it is a secret because of the name before it: a key, or an option of a command (`--password`)."""
+    if not isinstance(value, str):
+        return value
+    name = name if name.endswith("=") else f"{name} " if name.startswith("-") else ""
+    hidden, shown = redact(name + value), redact(value)
+    return hidden[len(name) :] if hidden.startswith(name) else shown
 
 
 def write(target: Path, found: Iterator[tuple[str, bytes]], limit: int) -> list[tuple[str, str]]:

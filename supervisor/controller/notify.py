@@ -7,6 +7,7 @@ it: a service that does not answer costs a message, not a recovery. The webhook'
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import subprocess
@@ -99,7 +100,7 @@ class Notifier:
     """Sends what the outbox gives, one after the other."""
 
     def __init__(self, settings: NotifySettings, job: str) -> None:
-        self._send = sender(settings)
+        self._send, self._to = sender(settings), settings.to
         self._outbox = Outbox(job)
         self._waiting: deque[Message] = deque(maxlen=GROUPS)
         self._calls = BlockingCalls("notify")
@@ -140,13 +141,13 @@ class Notifier:
 
     def _tell(self, problem: str) -> None:
         if problem != self._problem:
-            log.warning("notifications: %s", problem or "they can be sent again")
+            log.warning("notifications by %s: %s", self._to, problem or "they can be sent again")
         self._problem = problem
 
 
 def _reason(error: Exception) -> str:
     """Without the address, which is a secret: urllib's errors may name it."""
-    code = getattr(error, "code", "")
+    code = getattr(error, "code", getattr(error, "returncode", ""))
     reason = getattr(error, "strerror", "") or getattr(getattr(error, "reason", None), "strerror", "")
     return " ".join(filter(None, (type(error).__name__, str(code), str(reason))))
 
@@ -162,7 +163,7 @@ def sender(settings: NotifySettings) -> Callable[[Message], None]:
             return
         address = Path(settings.to).read_text().strip()
         if not address.startswith(("https://", "http://")):
-            raise ValueError("the file of notify.to holds no address, and cannot be executed")
+            raise OSError(errno.EINVAL, "it holds no address, and cannot be executed", settings.to)
         post(address, msgspec.json.encode({"text": escaped(message.text)}))
 
     return send

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import tarfile
+import threading
 import zlib
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from supervisor.cli.bundle import evidence_files, without_secrets, write
+from supervisor.cli.bundle import evidence_files, pieces, without_secrets, write
+from supervisor.cli.job_commands import JobHandle, find_incident
 from supervisor.cli.main import main
 from tests.supervisor.cli.test_page import job_folder
 
@@ -109,3 +111,30 @@ def test_secrets_go_wherever_they_stand() -> None:
     clean = without_secrets(value)
     assert SECRET not in json.dumps(clean)
     assert (clean["d"], clean["e"], clean["a"][1]) == (None, [["y"]], 1)
+
+
+def test_a_secret_is_known_by_its_name_too() -> None:
+    told = {
+        "env": {"DB_PASSWORD": "hunter2pass", "step": "12"},
+        "command": ["run", "--password", "hunter2pass", "-n", "4"],
+    }
+    hidden = without_secrets(told)
+    assert "hunter2pass" not in json.dumps(hidden)
+    assert hidden["env"]["step"] == "12"
+    assert hidden["command"][:2] + hidden["command"][3:] == ["run", "--password", "-n", "4"]
+
+
+def test_a_pipe_in_place_of_evidence_is_not_waited_for(tmp_path: Path) -> None:
+    folder = with_evidence(job_folder(tmp_path))
+    (folder / "attempts" / "1" / "n1" / "evidence-0.json").unlink()
+    os.mkfifo(folder / "attempts" / "1" / "n1" / "evidence-0.json")
+    found = {"id": "i-1", "opened_at": "2026", "closed_at": None} | incident()
+    (path,) = [one for one in evidence_files(folder, found) if "n1" in str(one)]
+    done: list[list[str]] = []
+    job = JobHandle(str(folder), "", "")
+    whole = find_incident(job, "last") | {"folders": incident()["folders"]}
+    reader = threading.Thread(target=lambda: done.append([name for name, _ in pieces(job, whole)]), daemon=True)
+    reader.start()
+    reader.join(20.0)
+    assert done
+    assert str(path.relative_to(folder)) + ".problem" in done[0]

@@ -112,7 +112,7 @@ def test_a_program_gets_all_of_it_as_json(tmp_path: Path) -> None:
 
 def test_what_is_no_address_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "hook").write_text("file:///etc/passwd")
-    with pytest.raises(ValueError, match="address"):
+    with pytest.raises(OSError, match="holds no address"):
         sender(NotifySettings(to=str(tmp_path / "hook")))(MESSAGE)
 
 
