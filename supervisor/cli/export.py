@@ -103,7 +103,7 @@ def incidents(anonymize: bool, output: str, folder: str, corrected: bool, salt_f
         why = "it is there already" if isinstance(error, FileExistsError) else error.strerror
         raise UnbrokenError(f"{error.filename or where}: {why}. Name another folder with -o.") from None
     answer = {"schema": 1, "folder": str(where), "incidents": len(rows), "anonymized": anonymize}
-    print_answer(answer, as_json, lambda _: click.echo(f"{len(rows)} incidents are in {where}: {DATA}, {ABOUT}"))
+    print_answer(answer, as_json, lambda _: click.echo(f"incidents: {len(rows)}, in {where}: {DATA}, {ABOUT}"))
 
 
 def _salt(name: str) -> bytes:

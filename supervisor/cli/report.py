@@ -42,6 +42,7 @@ def report(job_names: tuple[str, ...], output: Path | None, as_json: bool) -> No
         output.write_text(FORMS[form](answer))
     except OSError as error:
         raise UnbrokenError(f"{output} cannot be written: {error.strerror}") from None
+    click.echo(str(output))
 
 
 def _figures(job: JobHandle) -> dict[str, Any]:
@@ -200,9 +201,9 @@ def parts(answer: dict[str, Any]) -> Iterable[ReportPart]:
 def _failures(answer: dict[str, Any]) -> str:
     rate = answer["rate"]
     if rate is None:
-        return f"{answer['failures']} failures."
+        return f"Failures: {answer['failures']}."
     span = f"{_figure(rate['low'])} to {_figure(rate['high'])} with 90 % confidence"
-    seen = f"{answer['failures']} failures in {answer['node_days']:.3g} node-days: {_figure(rate['likely'])}"
+    seen = f"Failures: {answer['failures']} in {answer['node_days']:.3g} node-days, {_figure(rate['likely'])}"
     return f"{seen} in 1,000 node-days ({span}; where a job has seen little, published fleets weigh more)."
 
 
