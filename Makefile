@@ -7,7 +7,7 @@ MADE   := $(VENV)/.made-$(shell cat pyproject.toml constraints.txt | cksum | cut
 # Compiled modules are kept, also where the environment says not to: tests start our programs a thousand times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo venv test check oldest bench format clean
+.PHONY: croissant demo venv test check oldest bench format clean
 
 demo: $(MADE)  ## a supervised Llama pretraining with faults injected, under three minutes
 	$(BIN)/unbroken demo
@@ -32,6 +32,10 @@ bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
 	-$(BIN)/unbroken bench checkpoint
 	-$(BIN)/python -m tests.bench scan
 	$(BIN)/python -m tests.bench flight
+
+croissant:  ## mlcroissant, which reads exports in a test, in an environment of its own (350 MB)
+	$(PYTHON) -m venv .venv-croissant
+	.venv-croissant/bin/python -m pip install --quiet mlcroissant
 
 format: $(MADE)
 	$(BIN)/ruff check --fix

@@ -39,6 +39,7 @@ def _lacking(config: pytest.Config) -> dict[str, str]:
             shutil.which("chromium") is not None and importlib.util.find_spec("playwright") is not None,
             "apt-get install chromium, and make",
         ),
+        "croissant": ((Path(__file__).parents[1] / ".venv-croissant/bin/python").exists(), "make croissant"),
         "prometheus": (
             all(map(shutil.which, ("prometheus", "promtool", "prometheus-alertmanager", "amtool"))),
             "apt-get install prometheus prometheus-alertmanager",
