@@ -381,7 +381,8 @@ def qualify(as_json: bool, node: str, suite: str, python: str, **where: str) -> 
     node can be named from anywhere: its agent makes the tests. It never changes a cordon: it ends with the command
     that would.
 
-    Exit code 0 nothing failed, 2 a test failed, 3 nothing could be tested (on the node itself: ranks run there), 1 the job refuses (ranks run on the node).
+    Exit code 0 nothing failed, 2 a test failed, 3 nothing could be tested (on the node itself: ranks run there too), 1
+    the job refuses (ranks run on the node).
     """
     here = os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
     if node and node not in (here, here.partition(".")[0]):
