@@ -367,6 +367,7 @@ _NCCL: Final = re.compile(r"(?P<node>[\w.-]{1,80}):\d{1,9}:\d{1,9} \[\d{1,3}\] N
 _KERNEL_HOST: Final = re.compile(r"\d\d:\d\d:\d\d\S{0,20} (?P<node>[\w.-]{1,128}) kernel(?:\[\d+\])?: ")
 _SCHEDULER: Final = re.compile(
     r"^(?:\[\S{10,40}\] |\S{3} +\d+ \S{8} \S+ )?(?:slurm(?:ctld|d|stepd|dbd)|sched|error: Node|job_complete)\b"
+    r"|^\[\d{4}-\d\d-\d\dT[\d:.]{8,20}\] \[\d{1,12}\.\w{1,12}\] "
 )
 _TELLING: Final = ("rank", "about", "gpu", "device", "peer", "host", "node", "errno", "op")
 """Two lines of one rule with different values of these fields are two matches."""
@@ -679,6 +680,12 @@ def _launcher(lines: list[tuple[int, str]]) -> tuple[LauncherFailure, ...]:
     return tuple(found[: launchers.MAX_FAILURES])
 
 
+_OF_STEP: Final = re.compile(r"\[\d{4}-\d\d-\d\dT[\d:.]{8,20}\] \[\d{1,12}\.\w{1,12}\] ")
+"""slurmd writes the step behind the time: it is no time since a boot."""
+
+
 def _is_of_kernel(line: bytes) -> bool:
     text = line[:300].decode(errors="replace")
+    if _OF_STEP.match(text) is not None:
+        return False
     return " kernel: " in text or read_stamp(text).uptime is not None
