@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from pathlib import Path
@@ -35,6 +34,8 @@ def check(as_json: bool) -> None:
 
     It waits for opinion.timeout_s at most. Exit code 1: no answer that can be used. Nothing of yours is sent.
     """
+    import asyncio  # no other command needs it
+
     answer = asyncio.run(_checked(config.load_here().settings.opinion))
     print_answer(answer, as_json, lambda found: click.echo("\n".join(found["lines"])))
     if not answer["answers"]:
