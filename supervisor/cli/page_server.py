@@ -1,7 +1,7 @@
 """What `unbroken page` serves: the job as a page in a browser, served by this process on the loopback address.
 
 The browser knows neither the job's token nor the controller: this process asks for it, as every other command does, so
-a job that has ended opens from its journal. Who knows the random word in the address may act as this user.
+a job that has ended opens from its journal. Who knows the random key in the address may act as this user.
 """
 
 from __future__ import annotations
@@ -189,13 +189,13 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, port: int, reader: JobReader) -> None:
         """Raises OSError: the port is taken."""
         super().__init__(("127.0.0.1", port), _Requests)
-        self.word = secrets.token_urlsafe(18)
+        self.key = secrets.token_urlsafe(18)
         self.reader = reader
         self.feed = Feed(reader.status)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/{self.word}/"
+        return f"http://127.0.0.1:{self.server_address[1]}/{self.key}/"
 
     def handle_error(self, *_: object) -> None:
         """A browser that hangs up is no fault."""
@@ -240,10 +240,10 @@ class _Requests(BaseHTTPRequestHandler):
         self._answer(lambda: self.server.reader.act(msgspec.json.decode(body, type=PageCommand)))
 
     def _path(self) -> str | None:
-        """The path behind the secret word; None without the word, or for another host name (DNS rebinding)."""
+        """The path behind the secret key; None without the key, or for another host name (DNS rebinding)."""
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        word, _, path = urlsplit(self.path).path.lstrip("/").partition("/")
-        known = hmac.compare_digest(word.encode(errors="replace"), self.server.word.encode())
+        key, _, path = urlsplit(self.path).path.lstrip("/").partition("/")
+        known = hmac.compare_digest(key.encode(errors="replace"), self.server.key.encode())
         return path if known and host in LOOPBACK else None
 
     def _answer(self, ask: Callable[[], dict[str, Any]]) -> None:
@@ -278,4 +278,4 @@ class _Requests(BaseHTTPRequestHandler):
             self.wfile.flush()
 
     def log_message(self, *_: object) -> None:
-        """The address, which holds the secret word, is not logged."""
+        """The address, which holds the secret key, is not logged."""

@@ -75,13 +75,13 @@ def page(tmp_path: Path) -> Iterator[PageServer]:
 
 
 def ask(
-    page: PageServer, path: str, body: object = None, *, word: str | None = None, **headers: str
+    page: PageServer, path: str, body: object = None, *, key: str | None = None, **headers: str
 ) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", page.server_address[1], timeout=20)
     kind = {} if body is None else {"Content-Type": "application/json"}
     sent = None if body is None else json.dumps(body)
     method = "GET" if body is None else "POST"
-    connection.request(method, f"/{page.word if word is None else word}/{path}", sent, kind | headers)
+    connection.request(method, f"/{page.key if key is None else key}/{path}", sent, kind | headers)
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
@@ -98,16 +98,16 @@ def test_a_job_without_a_controller_is_shown_from_its_journal(page: PageServer) 
     assert all(row["seq"] > 3 for row in rows)
 
 
-def test_nothing_is_told_without_the_word_or_to_another_host_name(page: PageServer) -> None:
-    assert ask(page, "api/incidents", word="guess")[0] == 404
-    assert ask(page, "", word="")[0] == 404
+def test_nothing_is_told_without_the_key_or_to_another_host_name(page: PageServer) -> None:
+    assert ask(page, "api/incidents", key="guess")[0] == 404
+    assert ask(page, "", key="")[0] == 404
     assert ask(page, "api/incidents", Host="evil.example:80")[0] == 404
     assert ask(page, "api/incidents", Host="localhost:1234")[0] == 200  # through ssh -L
     assert ask(page, "../../etc/passwd")[0] == 404
 
 
 def test_only_the_page_itself_can_send_commands(page: PageServer) -> None:
-    assert ask(page, "api/command", {"command": "stop"}, word="guess")[0] == 400
+    assert ask(page, "api/command", {"command": "stop"}, key="guess")[0] == 400
     plain = {"Content-Type": "text/plain"}
     assert ask(page, "api/command", {"command": "stop"}, **plain)[0] == 400
     assert ask(page, "api/command", {"command": "stop", "reason": "x" * 70_000})[0] == 400
