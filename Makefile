@@ -12,8 +12,9 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(MADE)  ## a supervised Llama pretraining with faults injected, under three minutes
 	$(BIN)/unbroken demo
 
+# Native tracebacks: pytest's own parse sources, and Python 3.11 up to .7 may end the worker there (gh-106905).
 test: $(MADE)  ## what this machine can run in minutes; ARGS='--slow' runs everything
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --tb native $(ARGS)
 
 check: $(MADE)
 	$(BIN)/ruff check

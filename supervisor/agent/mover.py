@@ -134,12 +134,7 @@ class MoverRunner:
         except (ValueError, msgspec.DecodeError) as error:
             log.warning("the mover does not speak as it must: %s", error)
         finally:
-            if process.returncode is None:
-                try:
-                    process.kill()
-                except ProcessLookupError:
-                    pass
-        await process.wait()
+            await self._end_process()
 
     def _receive(self, status: MoverStatus) -> None:
         before, self.status = self.status, status
@@ -245,12 +240,17 @@ class MoverRunner:
 
     async def _end_process(self) -> None:
         process = self._process
-        if process is not None and process.returncode is None:
-            process.kill()
+        if process is None:
+            return
+        if process.returncode is None:
             try:
-                await asyncio.wait_for(process.wait(), END_S)
-            except asyncio.TimeoutError:
-                log.error("the mover does not end within %.0f s", END_S)
+                process.kill()
+            except ProcessLookupError:
+                pass
+        try:
+            await asyncio.wait_for(process.wait(), END_S)
+        except asyncio.TimeoutError:
+            log.error("the mover does not end within %.0f s", END_S)
 
     def has_reported(self, wanted: BringBack) -> bool:
         """The controller knows that this node cannot get it."""
