@@ -26,6 +26,7 @@
     ├── NoTrace                     a rank or a node makes no trace: the answer says why (agent.tracing)
     ├── WebSocketError, FrameError  the other end does not keep to the protocol (agent.link, wire.websocket)
     ├── Unproven, Forged            the other end does not prove that it knows the token (wire.authentication)
+    ├── AccessRefused               a token or a user has not the right to ask this (controller.access)
     ├── CopyError                   a checkpoint cannot be copied (mover.copying)
     │   └── SourceChanged           it was changed while it was read
     ├── PeerError                   another node's mover is gone, or refuses (mover.peer)
@@ -188,3 +189,11 @@ class RunFailed(UnbrokenError):
 
 class InternalError(Exception):
     """A fault that the program meets and handles itself."""
+
+
+class AccessRefused(InternalError):
+    """Somebody has not the right to ask the controller this. `status` is that of HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status

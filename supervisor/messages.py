@@ -798,7 +798,7 @@ class CommandRequest(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """What is signed of it."""
         return self.command, self.argument, self.reason
 
-    def event(self, at: float, by: str, uid: int | None = None) -> OperatorCommand:
+    def event(self, at: float, by: str, uid: int | None = None, role: str = "") -> OperatorCommand:
         """As the journal and the job have it. `by`, `uid`: who gave it, as far as that is proven."""
         return OperatorCommand(
             at=at,
@@ -807,6 +807,7 @@ class CommandRequest(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             reason=clean_line(self.reason, 500),
             by=by,
             uid=uid,
+            role=role,
         )
 
 
@@ -820,6 +821,8 @@ class OperatorCommand(Event, frozen=True, kw_only=True, tag="override_given"):
     """Who gave it, as far as that is proven."""
     uid: int | None = None
     """The user who gave it, where the kernel or munge proves that."""
+    role: str = ""
+    """The role of the token or user that gave it (docs/access.md); empty: the job's own token, which gives all."""
     unrecorded: str = ""
     """It was acted upon before it was in the journal, which could not be written: why not."""
 

@@ -104,6 +104,11 @@ class JobHandle:
         """A refused token means that another job's controller has the port now: nobody named an address or a token."""
         return not (self._address or self._token_file)
 
+    @property
+    def token_path(self) -> Path:
+        """The file with the job's own token."""
+        return Path(self._token_file) if self._token_file else (self.folder or Path()) / "token"
+
     def client(self) -> ControllerClient:
         """Raises ControllerUnreachable."""
         from supervisor.controller.client import ControllerClient

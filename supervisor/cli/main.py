@@ -29,6 +29,7 @@ from supervisor.cli.llm import llm
 from supervisor.cli.nodes import nodes
 from supervisor.cli.output import print_answer, warn
 from supervisor.cli.report import report
+from supervisor.cli.tokens import token
 from supervisor.cli.trace import trace
 from supervisor.errors import ExitCode, JobNotFound, UnbrokenError
 
@@ -67,7 +68,7 @@ HELP = {
     ),
     "Act on a job": (
         *("pause", "resume", "approve", "reject", "restart", "rollback", "swap", "stop", "mode"),
-        *("cordon", "uncordon"),
+        *("cordon", "uncordon", "token"),
     ),
     "Look after nodes": ("check", "qualify", "nodes", "drain-requests"),
     "Understand and plan": ("diagnose", "report", "advise", "export", "llm", "config", "replay", "bench"),
@@ -374,6 +375,7 @@ for each in (
     advise,
     nodes,
     trace,
+    token,
     jobs,
     logs,
     page,

@@ -10,11 +10,14 @@ import contextlib
 import http.client
 import os
 import re
+import secrets
+import shutil
 import socket
 import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -32,6 +35,7 @@ from supervisor.errors import (
 )
 from supervisor.files import SECRET_BYTES, read_token
 from supervisor.messages import CommandRequest, encode
+from supervisor.wire.access import MUNGE_HEADER, TOKEN_HEADER, munge_payload, read_access_token
 from supervisor.wire.authentication import (
     CHALLENGE_HEADER,
     CHALLENGE_PATH,
@@ -160,6 +164,15 @@ def _token_in(path: Path, *, shared: bool) -> str:
     return token
 
 
+def _other_owner(job_dir: Path) -> int | None:
+    """The user whose job this is, where it is another's, and munge can prove who we are; None otherwise."""
+    with contextlib.suppress(OSError):
+        owner = os.stat(job_dir).st_uid
+        if owner not in own_users() and shutil.which("munge"):
+            return owner
+    return None
+
+
 def _changed_at(job: Path) -> float:
     return max((path.stat().st_mtime for path in job.glob("journal.*.jsonl")), default=0.0)
 
@@ -171,6 +184,9 @@ class ControllerClient:
         """`process`: where to find it, in words. `unix_socket`: its own, tried first where it is one of ours."""
         self.address = address if "://" in address else f"http://{address}"
         self._secret = SharedSecret(token)
+        self._token = read_access_token(token)
+        self._owner: int | None = None
+        """Whose controller it is, where this user is to be proven by munge and has no token."""
         self._tls_ca = tls_ca
         self._process = process
         self._unix_socket = unix_socket
@@ -185,7 +201,13 @@ class ControllerClient:
             owners = own_users() | ({os.stat(job_dir).st_uid} if "socket" in found else set())
         except (OSError, msgspec.DecodeError) as error:
             raise ControllerUnreachable(f"no controller is known for {job_dir}: {error}") from None
-        token = _token_in(Path(token_file or job_dir / "token"), shared=bool(token_file))
+        owner: int | None = None
+        try:
+            token = _token_in(Path(token_file or job_dir / "token"), shared=bool(token_file))
+        except ControllerUnusable:
+            if controller or token_file or (owner := _other_owner(job_dir)) is None:
+                raise
+            token = ""
         process = f"process {found['pid']} on {found['host']}" if {"pid", "host"} <= found.keys() else ""
         tls_ca = tls_ca or os.environ.get("UNBROKEN_TLS_CA", "")
         path = str(found.get("socket", ""))
@@ -193,6 +215,7 @@ class ControllerClient:
         address, host = str(found["address"]), str(found.get("host", ""))
         alone = is_loopback(address.partition("://")[2].rpartition(":")[0])
         client = cls(address, token, tls_ca, process, path if usable else "")
+        client._owner = owner
         client._only_on = host if alone and host != socket.gethostname() else ""
         return client
 
@@ -228,6 +251,8 @@ class ControllerClient:
                 connection.connect()
             connection.sock.settimeout(timeout_s)
             signed = {"Authorization": self._secret.authorization(exchange, method, target, body or b"")}
+            if self._token is not None:
+                signed[TOKEN_HEADER] = self._token.id
             try:
                 with _no_longer_than(WHOLE_S, connection.sock):
                     connection.request(method, target, body, signed)
@@ -295,10 +320,11 @@ class ControllerClient:
         """Raises ControllerUnusable when it accepts connections and does not answer, CommandDenied when it cannot prove
         that it knows the token."""
         nonce = new_nonce()
+        headers = {CHALLENGE_HEADER: nonce, **self._other_proof(nonce)}
         connection.sock.settimeout(ALIVE_S)
         try:
             with _no_longer_than(2 * ALIVE_S, connection.sock):
-                connection.request("GET", CHALLENGE_PATH, headers={CHALLENGE_HEADER: nonce})
+                connection.request("GET", CHALLENGE_PATH, headers=headers)
                 status, content, _ = _read(connection, HEALTH_BYTES)
         except TimeoutError:
             which = f": it is {self._process}" if self._process else ""
@@ -311,6 +337,8 @@ class ControllerClient:
             raise ControllerUnusable(
                 f"the controller at {self.address} is of another version: use the same version of unbroken here"
             )
+        if status in (HTTPStatus.FORBIDDEN, HTTPStatus.TOO_MANY_REQUESTS):
+            raise CommandDenied(status, clean_text(str(answer.get("error", f"status {status}"))))
         try:
             return exchange_of(answer, nonce, self._secret)
         except Unproven as error:
@@ -318,6 +346,19 @@ class ControllerClient:
             raise CommandDenied(NOT_PROVEN, why) from None
         except ValueError:
             raise ValueError(SOMETHING_ELSE) from None
+
+    def _other_proof(self, nonce: str) -> dict[str, str]:
+        """Of a challenge, where this end does not have the job's own token. Raises ControllerUnusable."""
+        if self._token is not None:
+            return {TOKEN_HEADER: self._token.id}
+        if self._owner is None:
+            return {}
+        key = secrets.token_hex(32)
+        credential = munge_credential(munge_payload(nonce, key), reader=self._owner)
+        if not credential:
+            raise ControllerUnusable("the job's token is not for this user to read, and munge does not answer here")
+        self._secret = SharedSecret(key)
+        return {MUNGE_HEADER: credential}
 
 
 class _UnixConnection(http.client.HTTPConnection):

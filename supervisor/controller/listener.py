@@ -33,6 +33,7 @@ from supervisor.messages import (
     encode,
 )
 from supervisor.wire import websocket as ws
+from supervisor.wire.access import MUNGE_HEADER, TOKEN_HEADER
 from supervisor.wire.authentication import (
     AGENT_PATH,
     CHALLENGE_HEADER,
@@ -239,7 +240,7 @@ class Connection(asyncio.Protocol):
         now = time.monotonic()
         if head.startswith(_REQUEST_LINES[0][:-2]):
             nonce = headers.get(CHALLENGE_HEADER.lower(), "")
-            if is_nonce(nonce) and not headers.get("authorization"):
+            if is_nonce(nonce) and not _OTHER_PROOFS & headers.keys():
                 body = encode(self._listener.authenticator.answer(nonce, now)) + b"\n"
                 self._transport.write(_CHALLENGE_ANSWER % len(body) + body)
                 self._listener.answered(self)
@@ -346,6 +347,8 @@ def _headers(head: bytes) -> dict[str, str]:
     return {name.lower(): value.strip() for name, _, value in pairs}
 
 
+_OTHER_PROOFS: Final = frozenset(name.lower() for name in ("Authorization", TOKEN_HEADER, MUNGE_HEADER))
+"""Of a challenge: aiohttp answers one with another token than the job's own."""
 _CHALLENGE_ANSWER: Final = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\nContent-Length: %d\r\n\r\n"
 )

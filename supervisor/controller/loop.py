@@ -357,14 +357,14 @@ class ControlLoop:
 
     # ----- what people and programs ask: each answer comes within seconds, and what it says was done, was done -----
 
-    async def command(self, request: m.CommandRequest, by: str, uid: int | None) -> dict[str, object]:
+    async def command(self, request: m.CommandRequest, by: str, uid: int | None, role: str = "") -> dict[str, object]:
         """Carry out an operator's command, or say what it would do, if that is asked or to be confirmed.
 
-        `by`, `uid`: who gives it, as far as that is proven.
+        `by`, `uid`, `role`: who gives it, as far as that is proven.
         Raises ValueError when it is refused, CommandNotJournalled when that is not known yet.
         """
         if request.dry_run:
-            return await self._dry_run(request.event(self.clock.now(), by, uid))
+            return await self._dry_run(request.event(self.clock.now(), by, uid, role))
         if self.outcome is not None:
             raise ValueError(f"{request.command}: the job has ended already")
         if self.stall and request.command not in WITHOUT_JOURNAL:
@@ -372,10 +372,10 @@ class ControlLoop:
                 f"the journal cannot be written ({self.stall}): until it can be, nothing is done but `stop` and `pause`"
             )
         if request.confirm:
-            would = await self._dry_run(request.event(self.clock.now(), by, uid))
+            would = await self._dry_run(request.event(self.clock.now(), by, uid, role))
             if request.confirm == "always" or would["interrupts"] or would["drains"]:
                 return {**would, "confirm": True}
-        command = request.event(self.clock.now(), by, uid)
+        command = request.event(self.clock.now(), by, uid, role)
         try:
             async with timeout(ANSWER_S):
                 actions = await self._decided(command)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 SCHEMA = 1
-_TIMES = {"at", "until", "modified_at", "since_at"}
+TIMES = {"at", "until", "modified_at", "since_at"}
 """Fields that hold Unix seconds in the core and are shown as times."""
 
 
@@ -61,7 +61,7 @@ def plain(value: object) -> Any:
 
 
 def _field(name: str, value: object) -> Any:
-    return rfc3339(value) if name in _TIMES and isinstance(value, float) else plain(value)
+    return rfc3339(value) if name in TIMES and isinstance(value, float) else plain(value)
 
 
 # ----- a job's state -----

@@ -13,6 +13,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +22,17 @@ from aiohttp import web
 
 from diagnosis.signals import clean_line, clean_text
 from supervisor.blocking import timeout
+from supervisor.controller.access import MUNGE_S, OWNER, Access, Admitted, HeldRights
 from supervisor.controller.listener import BACKLOG, NOT_SIGNED, Listener
-from supervisor.errors import CommandNotJournalled
+from supervisor.controller.routes import COMMAND_PATH, METRICS_PATH, OPENAPI_PATH, ROUTES, Ask, is_open, needed
+from supervisor.errors import AccessRefused, CommandNotJournalled
 from supervisor.messages import decode_command, encode
+from supervisor.wire.access import Role, allows, needed_for
 from supervisor.wire.authentication import (
     AGENT_PATH,
     CHALLENGE_HEADER,
     CHALLENGE_PATH,
     PROOF_HEADER,
-    Authenticator,
     is_nonce,
     munge_user,
 )
@@ -41,11 +44,14 @@ if TYPE_CHECKING:
 BY_LIMIT = 100
 
 
-def given_by(uid: int | None, address: str, said: str) -> str:
-    """`uid`: as the kernel (unix socket) or munge proves it; None: only that somebody holds the job's token."""
+def given_by(uid: int | None, address: str, said: str, shown: str = "") -> str:
+    """`uid`: as the kernel (unix socket) or munge proves it; None: only that somebody holds the job's token.
+
+    `shown`: what he has shown in place of the job's own token.
+    """
     if uid is None:
-        return clean_line(f"holder of the token at {address}, says {said or 'nothing'}", BY_LIMIT)
-    return clean_line(user_name(uid), BY_LIMIT)
+        return clean_line(f"holder of the {shown or 'token'} at {address}, says {said or 'nothing'}", BY_LIMIT)
+    return clean_line(f"{user_name(uid)}{f', {shown}' if shown else ''}", BY_LIMIT)
 
 
 log = logging.getLogger("unbroken.server")
@@ -53,16 +59,10 @@ requests_log = logging.getLogger("unbroken.server.requests")
 """aiohttp's own words about requests: `supervisor.logs` takes from them what strangers have sent."""
 
 BODY_BYTES = 64 << 10
-MUNGE_S = 1.0
-"""Munge has this long to say who gives a command; after that, it counts as unknown."""
+ADMITTED: ContextVar[Admitted] = ContextVar("admitted")
+"""Who has sent the signed request that is being answered, and with which key."""
 
-
-class Ask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/ask."""
-
-    incident: str
-
-
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Scrape = Callable[[], Callable[[str, str], tuple[bytes, dict[str, str]]]]
 """Reads the numbers, on the loop; what it gives makes the answer to `Accept` and `Accept-Encoding`, in a thread."""
 SCRAPES_AT_ONCE = 4
@@ -76,30 +76,38 @@ class Server:
     ) -> None:
         """`scrape`: what `/metrics` answers, to everybody; None: there is none."""
         self._loop = loop
-        self._authenticator = Authenticator(token, loop.epoch)
+        self._access = Access(token, loop.epoch, loop.job_dir)
         self._tls = tls
-        self._open = {"/healthz", CHALLENGE_PATH, *(["/metrics"] if scrape is not None else [])}
-        """What is answered to everybody: health, numbers and names, as exporters do."""
         app = web.Application(middlewares=[self._guard], client_max_size=BODY_BYTES)
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get(CHALLENGE_PATH, self._challenge)
-        app.router.add_get(AGENT_PATH, self._agent)
+        handlers = self._handlers()
+        for route in ROUTES:
+            if route.path != METRICS_PATH or scrape is not None:
+                app.router.add_route(route.method, route.path, handlers[route.path])
         self._scrape = scrape
         self._scrapes = 0
         self._scraped = asyncio.Event()
         self._scraped_at = float("-inf")
-        if scrape is not None:
-            app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/timeline", self._timeline)
-        app.router.add_get("/v1/{view:status|incidents|advice}", self._view)
-        app.router.add_post("/v1/override", self._command)
-        app.router.add_post("/v1/ask", self._ask)
         self._runner = web.AppRunner(
             app, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=requests_log
         )
         self._listener: Listener | None = None
         self._socket: tuple[Path, int] | None = None
         """Path and inode of the unix socket: a newer controller may have put its own there by the end."""
+
+    def _handlers(self) -> dict[str, Handler]:
+        return {
+            "/healthz": self._healthz,
+            METRICS_PATH: self._metrics,
+            CHALLENGE_PATH: self._challenge,
+            OPENAPI_PATH: self._openapi,
+            AGENT_PATH: self._agent,
+            "/v1/status": self._view,
+            "/v1/incidents": self._view,
+            "/v1/advice": self._view,
+            "/v1/timeline": self._timeline,
+            COMMAND_PATH: self._command,
+            "/v1/ask": self._ask,
+        }
 
     async def start(self, host: str, port: int) -> int:
         """Listen; the port that was taken (0 asks for a free one). Raises OSError."""
@@ -125,7 +133,7 @@ class Server:
         if self._listener is None:
             await self._runner.setup()
             assert self._runner.server is not None
-            self._listener = Listener(self._loop, self._authenticator, self._runner.server, self._tls)
+            self._listener = Listener(self._loop, self._access.authenticator, self._runner.server, self._tls)
         self._listener.listen(listening)
 
     async def stop(self) -> None:
@@ -139,40 +147,70 @@ class Server:
         await self._runner.cleanup()
 
     @web.middleware
-    async def _guard(
-        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         assert self._listener is not None
         given = request.headers.get("Authorization", "")
-        if request.path in self._open and not given.startswith("Unbroken "):
-            try:
-                return await handler(request)
-            finally:
-                if (connection := self._listener.of(request.transport)) is not None:
-                    self._listener.answered(connection)
-        body = await request.read() if request.can_read_body else b""  # its time is limited as that of its headers
-        exchange = self._authenticator.admit(given, request.method, request.raw_path, body, time.monotonic())
-        if exchange is None:
+        signed, method, path = given.startswith("Unbroken "), request.method, request.path
+        try:
+            if not signed and is_open(method, path):
+                return await self._unsigned(request, handler)
+            if not signed and given.startswith("Bearer ") and needed(method, path) == "alerts":
+                return await self._with_bearer(request, handler, given)
+            return await self._signed(request, handler)
+        except AccessRefused as error:
+            return _problem(error.status, clean_text(str(error)))
+        except web.HTTPException as error:  # what was sent is too long
+            return _problem(error.status, error.reason)
+
+    async def _unsigned(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        assert self._listener is not None
+        try:
+            return await handler(request)
+        finally:
+            if (connection := self._listener.of(request.transport)) is not None:
+                self._listener.answered(connection)
+
+    async def _with_bearer(self, request: web.Request, handler: Handler, given: str) -> web.StreamResponse:
+        """A token sent as it is: the answer is not signed, and its sender counts as one who has proven nothing."""
+        rights = await self._access.bearer(given.removeprefix("Bearer ").strip())
+        if rights is None:
             return _problem(401, NOT_SIGNED)
+        return await self._unsigned(request, handler)
+
+    async def _signed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        assert self._listener is not None
+        body = await request.read() if request.can_read_body else b""  # its time is limited as that of its headers
+        found = await self._access.admit(request.headers, request.method, request.raw_path, body, time.monotonic())
+        if found is None:
+            return _problem(401, NOT_SIGNED)
+        ADMITTED.set(found)
         with self._listener.proven(request.transport):
             try:
+                _check(found.rights, needed(request.method, request.path))
                 answer = await handler(request)
+            except AccessRefused as error:
+                answer = _problem(error.status, clean_text(str(error)))
             except web.HTTPException as error:
                 answer = _problem(error.status, error.reason)
         if isinstance(answer, web.Response):
             told = answer.body if isinstance(answer.body, bytes) else b""
-            answer.headers[PROOF_HEADER] = self._authenticator.secret.answer_proof(exchange, answer.status, told)
+            answer.headers[PROOF_HEADER] = found.secret.answer_proof(found.exchange, answer.status, told)
         return answer
 
     async def _challenge(self, request: web.Request) -> web.Response:
         nonce = request.headers.get(CHALLENGE_HEADER, "")
         if not is_nonce(nonce):
             return _problem(400, f"header {CHALLENGE_HEADER}: 32 hexadecimal digits that were never used before")
-        return _answer(self._authenticator.answer(nonce, time.monotonic()))
+        return _answer(await self._access.challenge(nonce, request.headers, time.monotonic()))
 
     async def _agent(self, _: web.Request) -> web.Response:
         """An agent's own request does not come here: its connection answers it."""
         return _problem(426, "agents open a WebSocket here, with the first request that they sign")
+
+    async def _openapi(self, _: web.Request) -> web.Response:
+        from supervisor.controller.openapi import description  # only the few who ask pay for it
+
+        return _answer(await asyncio.to_thread(description))
 
     async def _healthz(self, _: web.Request) -> web.Response:
         view = self._loop.view("health")()
@@ -204,7 +242,7 @@ class Server:
             log.info("nobody read the metrics of the job's end")
 
     async def _view(self, request: web.Request) -> web.Response:
-        return _answer(await asyncio.to_thread(self._loop.view(request.match_info["view"])))
+        return _answer(await asyncio.to_thread(self._loop.view(request.path.rpartition("/")[2])))
 
     async def _timeline(self, request: web.Request) -> web.Response:
         try:
@@ -215,14 +253,18 @@ class Server:
 
     async def _command(self, request: web.Request) -> web.Response:
         try:
-            asked = decode_command(await request.read())
+            asked, admitted = decode_command(await request.read()), ADMITTED.get()
+            rights = admitted.rights
+            _check(rights, needed_for(asked))
             assert self._listener is not None
             connection = self._listener.of(request.transport)
             address, uid = (connection.peer, connection.uid) if connection is not None else ("?", None)
+            uid = rights.uid if rights.uid is not None else uid
             if uid is None and asked.munge:
-                signed = self._authenticator.secret.command_digest(*asked.words)
+                signed = admitted.secret.command_digest(*asked.words)
                 uid = await asyncio.to_thread(munge_user, asked.munge, signed, MUNGE_S)
-            return _answer(await self._loop.command(asked, given_by(uid, address, asked.by), uid))
+            by, role = given_by(uid, address, asked.by, rights.words), rights.role if rights is not OWNER else ""
+            return _answer(await self._loop.command(asked, by, uid, role))
         except CommandNotJournalled as error:
             return _problem(504, clean_text(str(error)))
         except (msgspec.DecodeError, ValueError) as error:
@@ -233,6 +275,12 @@ class Server:
             return _answer(self._loop.ask(msgspec.json.decode(await request.read(), type=Ask).incident))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
+
+
+def _check(rights: HeldRights, role: Role | None) -> None:
+    """Raises AccessRefused."""
+    if role is not None and not allows(rights.role, role):
+        raise AccessRefused(403, f"this needs the role `{role}`, and what you have shown gives `{rights.role}`")
 
 
 def _answer(body: dict[str, Any], status: int = 200) -> web.Response:

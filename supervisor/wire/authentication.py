@@ -179,13 +179,21 @@ class Authenticator:
         self._epoch = epoch
         self._nonces = ServerNonces()
 
-    def answer(self, client: str, now: float) -> dict[str, object]:
-        """The answer to a challenge with this nonce."""
+    def answer(self, client: str, now: float, secret: SharedSecret | None = None) -> dict[str, object]:
+        """The answer to a challenge with this nonce. `secret`: of another token than the job's own."""
         exchange = Exchange(client, self._nonces.issue(client, now), self._epoch)
-        proof = self.secret.controller_proof(exchange)
+        proof = (secret or self.secret).controller_proof(exchange)
         return {"schema": 1, "protocol": PROTOCOL, "epoch": self._epoch, "nonce": exchange.server, "proof": proof}
 
-    def admit(self, authorization: str, method: str, target: str, body: bytes, now: float) -> Exchange | None:
+    def admit(
+        self,
+        authorization: str,
+        method: str,
+        target: str,
+        body: bytes,
+        now: float,
+        secret: SharedSecret | None = None,
+    ) -> Exchange | None:
         """The exchange that a request belongs to; None where it is not signed with the token, too old, or repeated."""
         found = _AUTHORIZATION.fullmatch(authorization)
         if found is None:
@@ -193,9 +201,15 @@ class Authenticator:
         exchange = Exchange(found[1], found[2], self._epoch)
         if not self._nonces.is_valid(exchange.client, exchange.server, now):
             return None
-        if not equal(found[3], self.secret.request_proof(exchange, method, target, body)):
+        if not equal(found[3], (secret or self.secret).request_proof(exchange, method, target, body)):
             return None
         return exchange if self._nonces.use(exchange.server, now) else None
+
+
+def server_nonce_of(authorization: str) -> str:
+    """The controller's nonce in an `Authorization` header; empty where there is none."""
+    found = _AUTHORIZATION.fullmatch(authorization)
+    return found[2] if found is not None else ""
 
 
 class Unproven(InternalError):
@@ -231,21 +245,26 @@ _UID: Final = re.compile(r"^UID:\s.*\((\d+)\)$", re.M)
 _STATUS: Final = re.compile(r"^STATUS:\s+Success ", re.M)
 
 
-def munge_credential(payload: str, timeout_s: float = SIGN_S) -> str:
-    """A credential of this process's user; empty where there is none."""
-    out = _run(("munge", "--string", payload), "", timeout_s).strip()
+def munge_credential(payload: str, timeout_s: float = SIGN_S, reader: int | None = None) -> str:
+    """A credential of this process's user; empty where there is none. `reader`: the one user who may decode it."""
+    restricted = () if reader is None else (f"--restrict-uid={reader}",)
+    out = _run(("munge", *restricted), payload, timeout_s).strip()  # a command line is for everybody to read
     return out if len(out) <= CREDENTIAL_LIMIT else ""
 
 
 def munge_user(credential: str, payload: str, timeout_s: float = SIGN_S) -> int | None:
-    """Who made `credential` for just this payload (a user id); None: nobody. munged lets none pass twice."""
+    """Who made `credential` for just this payload (a user id); None: nobody."""
+    found = munge_decoded(credential, timeout_s)
+    return found[0] if found is not None and found[1] == payload else None
+
+
+def munge_decoded(credential: str, timeout_s: float = SIGN_S) -> tuple[int, str] | None:
+    """Who made `credential` (a user id), and its payload; None: nobody. munged lets none pass twice."""
     if not credential or len(credential) > CREDENTIAL_LIMIT:
         return None
     told, _, content = _run(("unmunge",), credential, timeout_s).partition("\n\n")
     uid = _UID.search(told)
-    if uid is None or _STATUS.search(told) is None or content.strip() != payload:
-        return None
-    return int(uid[1])
+    return (int(uid[1]), content.strip()) if uid is not None and _STATUS.search(told) is not None else None
 
 
 def _run(command: tuple[str, ...], given: str, timeout_s: float) -> str:

@@ -45,6 +45,7 @@ from supervisor.messages import (
     TimerFired,
     encode,
 )
+from supervisor.wire import authentication
 
 TOKEN = "secret"
 
@@ -267,3 +268,43 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     yield rig
     for process in rig.processes:
         process.kill()
+
+
+@pytest.fixture
+def munged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A real one, and programs that ask it; users of every id can."""
+    for program in ("munged", "munge", "unmunge"):
+        if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None:
+            pytest.skip("munge is not installed")
+    folder = Path(tempfile.mkdtemp(prefix="ub", dir="/tmp"))
+    folder.chmod(0o755)
+    key = folder / "key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    files = {name: folder / name for name in ("socket", "pid-file", "log-file", "seed-file")}
+    options = [f"--{name}={path}" for name, path in files.items()]
+    daemon = subprocess.Popen(
+        [
+            shutil.which("munged", path="/usr/sbin:/sbin") or "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            *options,
+        ],
+        stderr=subprocess.DEVNULL,
+    )
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("munge", "unmunge"):
+        (programs / name).write_text(f'#!/bin/sh\nexec {shutil.which(name)} --socket={files["socket"]} "$@"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    deadline = time.monotonic() + 60
+    while not authentication.munge_credential("ready", 30.0):
+        assert time.monotonic() < deadline
+        assert daemon.poll() is None
+        time.sleep(0.05)
+    yield programs
+    daemon.terminate()
+    daemon.wait(30)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,43 +201,6 @@ def test_by_the_unix_socket_the_kernel_tells(rig: Any) -> None:
     (event,) = rig.journalled(OperatorCommand)
     assert (event.uid, event.by) == (os.getuid(), pause["by"])
     assert pause["by"].endswith(f"(uid {os.getuid()})")
-
-
-@pytest.fixture
-def munged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A real one, and programs that ask it."""
-    for program in ("munged", "munge", "unmunge"):
-        if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None:
-            pytest.skip("munge is not installed")
-    key = tmp_path / "key"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o400)
-    files = {name: tmp_path / name for name in ("socket", "pid-file", "log-file", "seed-file")}
-    options = [f"--{name}={path}" for name, path in files.items()]
-    daemon = subprocess.Popen(
-        [
-            shutil.which("munged", path="/usr/sbin:/sbin") or "munged",
-            "--foreground",
-            "--force",
-            f"--key-file={key}",
-            *options,
-        ],
-        stderr=subprocess.DEVNULL,
-    )
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    for name in ("munge", "unmunge"):
-        (programs / name).write_text(f'#!/bin/sh\nexec {shutil.which(name)} --socket={files["socket"]} "$@"\n')
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    deadline = time.monotonic() + 60
-    while not authentication.munge_credential("ready", 30.0):
-        assert time.monotonic() < deadline
-        assert daemon.poll() is None
-        time.sleep(0.05)
-    yield programs
-    daemon.terminate()
-    daemon.wait(30)
 
 
 @pytest.mark.usefixtures("munged")

@@ -1,0 +1,99 @@
+"""Who may do what at the controller's port: roles, the tokens that carry them, and the role that each command needs.
+
+The job's own token is its owner's and agents', and gives every right. Other tokens are derived from it, one for each
+grant, so nothing secret is kept for them (docs/access.md, docs/adr/0053). Does no I/O.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from typing import Final, Literal, NamedTuple, get_args
+
+from diagnosis.incident import RULE_PREFIX
+from supervisor.messages import CommandName, CommandRequest
+
+Role = Literal["read", "operate", "admin", "alerts"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+GIVES: Final[dict[Role, frozenset[Role]]] = {
+    "read": frozenset({"read"}),
+    "operate": frozenset({"read", "operate"}),
+    "admin": frozenset({"read", "operate", "admin", "alerts"}),
+    "alerts": frozenset({"alerts"}),
+}
+"""A role -> what its holder may do. `alerts` is Alertmanager's, which can only send its token as it is: whoever sees
+that can tell of alerts, and do nothing else."""
+COMMANDS: Final[dict[CommandName, Role]] = {
+    "pause": "operate",
+    "resume": "operate",
+    "restart": "operate",
+    "stop": "operate",
+    "cordon": "operate",
+    "uncordon": "operate",
+    "mode": "operate",
+    "approve": "operate",
+    "reject": "operate",
+    "rollback": "operate",
+    "swap": "operate",
+    "trace": "operate",
+    "qualify": "operate",
+    "correct": "operate",
+}
+"""What each command needs. One about a rule that a model proposed (`approve RULE`, `reject RULE`) needs `RULES`."""
+RULES: Final[Role] = "admin"
+DRY_RUN: Final[Role] = "read"
+"""What a command would do."""
+
+TOKEN_HEADER: Final = "Unbroken-Token"
+"""Of a challenge and of a request: which token signs, where it is not the job's own."""
+MUNGE_HEADER: Final = "Unbroken-Munge"
+"""Of a challenge: a credential of munge's, which holds the key of this exchange."""
+_ID: Final = re.compile(r"[0-9a-f]{8}")
+_TOKEN: Final = re.compile(r"(read|operate|admin|alerts)\.([0-9a-f]{8})\.[0-9a-f]{64}")
+_MUNGED: Final = re.compile(r"unbroken access ([0-9a-f]{32}) ([0-9a-f]{64})")
+
+
+class AccessToken(NamedTuple):
+    """What stands in the text of a token that is not the job's own."""
+
+    role: Role
+    id: str
+
+
+def allows(holder: Role, needed: Role) -> bool:
+    return needed in GIVES[holder]
+
+
+def needed_for(command: CommandRequest) -> Role:
+    if command.dry_run:
+        return DRY_RUN
+    if command.command in ("approve", "reject") and command.argument.startswith(RULE_PREFIX):
+        return RULES
+    return COMMANDS[command.command]
+
+
+def is_token_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
+def derived_token(job_token: str, role: Role, token_id: str) -> str:
+    """The text of the token of a grant: `ROLE.ID.SECRET`."""
+    told = f"unbroken access token {role} {token_id}"
+    return f"{role}.{token_id}.{hmac.digest(job_token.encode(), told.encode(), 'sha256').hex()}"
+
+
+def read_access_token(text: str) -> AccessToken | None:
+    """None: it is a job's own token."""
+    found = _TOKEN.fullmatch(text)
+    return AccessToken(found[1], found[2]) if found is not None else None  # type: ignore[arg-type]
+
+
+def munge_payload(nonce: str, key: str) -> str:
+    """What a user has munge sign, for the job's owner alone to read. `nonce`: of the challenge it is for."""
+    return f"unbroken access {nonce} {key}"
+
+
+def munged_key(payload: str, nonce: str) -> str:
+    """The key in a payload that is for this challenge; empty where it is for none, or for another."""
+    found = _MUNGED.fullmatch(payload.strip())
+    return found[2] if found is not None and hmac.compare_digest(found[1], nonce) else ""
