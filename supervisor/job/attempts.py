@@ -575,16 +575,24 @@ class Attempt:
         return None if self.step is None else max(self.step, self.counted_step or 0)
 
     @property
+    def resumed_step(self) -> int | None:
+        """The step of the snapshot that its ranks could start from, if its first is later; else the checkpoint's."""
+        held = self.round.snapshot if self.round is not None else None
+        if held is not None and self.first_step is not None and self.first_step > held[1]:
+            return held[1]
+        return self.resume.step
+
+    @property
     def done_before(self) -> int:
         """The last step that was done when its own steps began. (Scripts may show only every tenth step.)"""
         first = self.first_step if self.first_step is not None else 0
-        resumed = self.resume.step
+        resumed = self.resumed_step
         return resumed if resumed is not None and resumed < first else max(0, first - 1)
 
     @property
     def first_made(self) -> int | None:
         """Its own first step, as far as known: the one after the checkpoint's, or the first one that was seen."""
-        resumed, first = self.resume.step, self.first_step
+        resumed, first = self.resumed_step, self.first_step
         return resumed + 1 if resumed is not None and first is not None and resumed < first else first
 
     def add_step(self, step: int | None, last_step: int | None, at: float) -> None:
@@ -628,6 +636,8 @@ BRING_LIMIT_S = 1800.0
 """So much more where a checkpoint is brought to nodes' own disks."""
 START_LIMIT_S = 120.0
 """All workers must have started within this after the round was formed."""
+SNAPSHOT_TRIES = 2
+"""So many attempts may start from one snapshot and break before their first step."""
 STAND_S = 1.0
 """Workers that have all lived this long are running, whether or not progress can be seen."""
 SETTLE_S = 600.0
@@ -670,6 +680,9 @@ class Attempts:
         """The members of the last attempt whose workers ran, in the order of their ranks."""
         self._snapshots_from = 0
         """No attempt starts from a snapshot that an earlier one than this wrote."""
+        self._no_step_from: tuple[int, int] | None = None
+        """The snapshot from which the last attempts could start that made no step, and how many they were."""
+        self._no_step_attempts = 0
         self._gather_until = 0.0
         """Before this it starts only with all nodes."""
         self._last_started = 0
@@ -716,6 +729,7 @@ class Attempts:
         number = 1 + max(self.numbers_from, old.number if old is not None else 0)
         if old is not None:
             old.over = True
+            self._count_tries(old)
             last = self.last_with_steps
             if old.step is not None or (old.counted and (last is None or last.step is None)):
                 self.last_with_steps = old
@@ -934,7 +948,19 @@ class Attempts:
         if len(trusted) < len(held) or self.checkpoints.rolls_back:
             self._snapshots_from = attempt.number
         trusted = [one for one in trusted if self.checkpoints.keeps(one)]
-        return self._newer(trusted, attempt.resume.path, attempt.resume.step)
+        return self._newer(filter(self._may_load, trusted), attempt.resume.path, attempt.resume.step)
+
+    def _may_load(self, snapshot: NodeSnapshot) -> bool:
+        """Not one from which attempts started and made no step: the script may be unable to load it."""
+        tried = self._no_step_attempts if (snapshot.attempt, snapshot.step) == self._no_step_from else 0
+        return tried < SNAPSHOT_TRIES
+
+    def _count_tries(self, over: Attempt) -> None:
+        held = over.round.snapshot if over.round is not None else None
+        if held is None or not over.is_broken or over.newest_step is not None or over.counted:
+            return
+        self._no_step_attempts = self._no_step_attempts + 1 if held == self._no_step_from else 1
+        self._no_step_from = held
 
     def _to_restore(self, members: Sequence[str], resume: Resume) -> Mirrored | None:
         """The mirrored snapshot from which the next attempt may start, where a node was replaced."""
@@ -944,7 +970,7 @@ class Attempts:
         if found is None or found.attempt < self._snapshots_from:
             return None
         held = of_all(found)
-        trusted = not self.checkpoints.is_suspect(held.at, held.step)
+        trusted = not self.checkpoints.is_suspect(held.at, held.step) and self._may_load(held)
         return found if trusted and self._newer((held,), resume.path, resume.step) is not None else None
 
     def work_out_mirrors(self) -> None:
@@ -969,6 +995,7 @@ class Attempts:
     def would_start_from(self, held: NodeSnapshot, path: str, step: int | None) -> bool:
         """Whether a restart now would start from what all ranks hold, and not from this checkpoint. Changes nothing."""
         trusted = held.attempt >= self._snapshots_from and not self.checkpoints.is_suspect(held.at, held.step)
+        trusted = trusted and self._may_load(held)
         return trusted and not self.checkpoints.rolls_back and self._newer((held,), path, step) is not None
 
     def _world_size_note(self, attempt: Attempt) -> Wants:

@@ -315,3 +315,32 @@ def test_a_start_from_a_snapshot_is_no_start_without_a_checkpoint(running: Any) 
     assert again(driver, attempt=2) is None
     [told] = [one for one in driver.actions if isinstance(one, m.Note) and one.kind == "attempt_starts"]
     assert told.arguments.get("no_checkpoint")
+
+
+def test_a_snapshot_that_nobody_can_load_is_left_for_the_checkpoint(running: Any) -> None:
+    driver = running("a", "b")
+    checkpoint(driver, 30)
+    assert again(driver, 40) == (1, 40)
+    driver.up(None)
+    assert again(driver, 40) == (1, 40)
+    driver.up(None)
+    assert again(driver, 40) is None
+    driver.up(31)
+    assert again(driver, 40, attempt=4) == (4, 40)
+
+
+def test_a_snapshot_from_which_steps_were_made_is_used_again(running: Any) -> None:
+    driver = running("a", "b")
+    for _ in range(3):
+        assert again(driver, 40) == (1, 40)
+        driver.up(41)
+
+
+def test_the_steps_after_a_snapshot_are_not_said_to_be_lost(running: Any) -> None:
+    driver = running("a", "b")
+    checkpoint(driver, 30)
+    driver.tell(m.Progressed, attempt=1, step=43)
+    assert again(driver, 40) == (1, 40)
+    driver.up(42)
+    [told] = [one for one in driver.actions if isinstance(one, m.Note) and one.kind == "recovered"]
+    assert (told.arguments["step"], told.arguments["lost_steps"]) == (41, 3)
