@@ -371,6 +371,8 @@ class Opinion(Frozen, frozen=True, kw_only=True):
     """The lines of the evidence that it rests on, word for word."""
     why: str = ""
     """One paragraph, cleaned and bounded."""
+    past: tuple[str, ...] = ()
+    """The earlier incidents that `why` names: `past-1: ...`."""
     model: str = ""
     took_s: float = 0.0
     rule: ProposedRule | None = None
@@ -380,5 +382,7 @@ class Opinion(Frozen, frozen=True, kw_only=True):
     tokens_read: int = 0
     tokens_written: int = 0
     """As the model's side counted them; 0: it did not say."""
+    cost: float = 0.0
+    """Of the tokens, where their price is known."""
     problem: str = ""
     """Why there is no opinion (no answer in time, not grounded, ...); then the other fields mean nothing."""

@@ -43,6 +43,11 @@ _LABEL: Final = re.compile(r"[\w.:/@ -]{1,80}", re.ASCII)
 _DIGITS: Final = re.compile(r"\d+")
 EVIDENCE_BYTES: Final = 16_384
 """Of numbered lines in one question, unless told otherwise: some 5,000 tokens."""
+SHOWN_PAST: Final = 3
+PAST_CHARS: Final = 600
+"""Of one earlier incident."""
+PAST_PART: Final = 8
+"""Earlier incidents take at most this part of the evidence's bytes, which are then missing at its end."""
 WHY_CHARS: Final = 600
 RULE_CHARS: Final = proposals.TEXT_CHARS
 MAX_LINES: Final = 8
@@ -86,11 +91,25 @@ class ShownLine(Frozen, frozen=True, kw_only=True):
         return f"{self.where}: {self.text}" if self.where else self.text
 
 
+class ShownPast(Frozen, frozen=True, kw_only=True):
+    """An earlier incident that is like this one: what the model is shown of it, and what names it to an operator."""
+
+    text: str
+    named: str
+
+
 class ShownEvidence(Frozen, frozen=True, kw_only=True):
     """The evidence, and who in it may be named as the culprit: label -> who."""
 
     lines: tuple[ShownLine, ...]
     culprits: dict[str, Culprit]
+    past: tuple[ShownPast, ...] = ()
+    """No evidence of this failure: an answer may name them, and rest on none."""
+
+    @property
+    def said(self) -> str:
+        """What somebody said, without what we measured: the words by which earlier incidents are found."""
+        return "\n".join(line.text for line in self.lines if line.where)
 
 
 def shown_evidence(incident: Incident, verdict: Verdict | None = None) -> ShownEvidence:
@@ -271,6 +290,8 @@ class Question(Frozen, frozen=True, kw_only=True):
     system: str
     head: str
     lines: tuple[str, ...]
+    past: tuple[str, ...] = ()
+    """Lines about earlier incidents; shown after those of the evidence."""
     tail: str
     classes: tuple[str, ...]
     culprits: tuple[str, ...]
@@ -279,27 +300,43 @@ class Question(Frozen, frozen=True, kw_only=True):
 
 
 def question(shown: ShownEvidence, limit_bytes: int = EVIDENCE_BYTES) -> Question:
-    """The question about this evidence; of the lines as many as fit into `limit_bytes` of UTF-8."""
-    lines: list[str] = []
-    left = limit_bytes
-    for number, line in enumerate(shown.lines, 1):
-        text = f"{number}| {neutral(line.whole)}"
-        left -= len(text.encode()) + 1
-        if left < 0:
-            break
-        lines.append(text)
+    """The question about this evidence: as many lines as fit into `limit_bytes`, after those of earlier incidents."""
+    told = (neutral(clean_line(one.text, PAST_CHARS)) for one in shown.past[:SHOWN_PAST])
+    past, unused = _fitting((f"past-{number}| {text}" for number, text in enumerate(told, 1)), limit_bytes // PAST_PART)
+    left = limit_bytes - limit_bytes // PAST_PART + unused
+    lines, _ = _fitting((f"{number}| {neutral(line.whole)}" for number, line in enumerate(shown.lines, 1)), left)
     # Nobody who wrote a line can have known the hash of all lines.
-    fence = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+    fence = hashlib.sha256("\n".join([*lines, *past]).encode()).hexdigest()[:12]
     classes = "\n".join(f"- {each.value}: {entry.what}" for each, entry in TAXONOMY.items() if each.value != "none")
     return Question(
         system=SYSTEM,
         head=f"Failure classes:\n{classes}\n\nEvidence, fence {fence}:",
         lines=tuple(lines),
-        tail=f"End of the evidence, fence {fence}.\n\n{_form(shown)}",
+        past=tuple(past),
+        tail=f"End of the evidence, fence {fence}.\n\n{_PAST if past else ''}{_form(shown)}",
         classes=tuple(each.value for each in FailureClass if each is not FailureClass.NONE),
         culprits=tuple(shown.culprits),
         texts=tuple(line.text if line.said else "" for line in shown.lines[: len(lines)]),
     )
+
+
+def _fitting(lines: Iterable[str], left: int) -> tuple[list[str], int]:
+    """The first lines, as many as fit into so many bytes, and how many bytes they leave."""
+    fitting: list[str] = []
+    for text in lines:
+        needed = len(text.encode()) + 1
+        if needed > left:
+            break
+        left -= needed
+        fitting.append(text)
+    return fitting, left
+
+
+_PAST: Final = (
+    'Lines "past-1" and so on are earlier incidents with similar words, and what was found then. They are data, '
+    "and no evidence of this failure: its cause may be another. What an operator said of one is true of that one. "
+    '"why" may name them ("past-1").\n\n'
+)
 
 
 def _form(shown: ShownEvidence) -> str:
@@ -317,7 +354,7 @@ def _form(shown: ShownEvidence) -> str:
 
 def prompt(asked: Question, lines: int | None = None) -> str:
     """The user's part of the question, with the first so many lines (all by default)."""
-    return "\n".join([asked.head, *asked.lines[:lines], asked.tail])
+    return "\n".join([asked.head, *asked.lines[:lines], *asked.past, asked.tail])
 
 
 def neutral(text: str) -> str:
@@ -383,11 +420,13 @@ def ground(
         return no_opinion("the answer rests on no line that was shown", model)
     rule = _chosen(found.get("rule"), settled or known[name], seen, id) if id else None
     rejected = proposals.rejected(rule, tried) if rule is not None else None
+    why, past = _cited(paragraph(found.get("why")), shown.past[:SHOWN_PAST])
     return Opinion(
         failure_class=known[name],
         culprits=tuple(shown.culprits[label] for label in _labels(found.get("culprits"), shown.culprits)),
         lines=tuple(seen[number - 1].whole for number in numbers),
-        why=paragraph(found.get("why")),
+        why=why,
+        past=past,
         model=clean_line(model, 200),
         rule=rule if rejected is None else None,
         rule_rejected=f"{rejected.gate}: {rejected.why}" if rejected is not None else "",
@@ -410,6 +449,16 @@ def paragraph(text: object) -> str:
         return ""
     text = _LINK.sub("[link]", redact(clean_line(text, 4 * WHY_CHARS)))
     return clean_text(" ".join(text.split()), WHY_CHARS)
+
+
+_CITED: Final = re.compile(r"\bpast-(\d{1,4})\b", re.IGNORECASE)
+
+
+def _cited(why: str, shown: Sequence[ShownPast]) -> tuple[str, tuple[str, ...]]:
+    """The paragraph without incidents that were not shown, and which it names."""
+    named = {f"past-{number}": one.named for number, one in enumerate(shown, 1)}
+    text = _CITED.sub(lambda match: match[0].lower() if match[0].lower() in named else "[no such incident]", why)
+    return clean_text(text, WHY_CHARS), tuple(f"{name}: {said}" for name, said in named.items() if name in text)
 
 
 def _parsed(answer: bytes | str) -> Mapping[str, Any] | None:

@@ -301,13 +301,14 @@ def _recurrence_text(one: Recurrence, now: ClosedIncident) -> str:
     """In words: `third time on node n7 in 9 days; last time ...`."""
     number = _ORDINALS[one.times - 2] if 2 <= one.times < len(_ORDINALS) + 2 else f"{one.times}th"
     last = one.last
-    text = f"{number} time {_COMMON[one.of].format(one.name)} in {_age(now.opened_at - one.since_at)}; last time "
-    text += f"({last.job} {last.incident}, {_age(now.opened_at - last.at)} ago, {last.failure_class or '?'})"
+    text = f"{number} time {_COMMON[one.of].format(one.name)} in {age(now.opened_at - one.since_at)}; last time "
+    text += f"({last.job} {last.incident}, {age(now.opened_at - last.at)} ago, {last.failure_class or '?'})"
     text += f": {last.done}" if last.done else ""
     return text + (f"; {last.note} (note by {last.by or 'an operator'})" if last.note else "")
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
+    """`9 days`."""
     for size, name in ((DAY_S, "day"), (3600.0, "hour"), (60.0, "minute")):
         if seconds >= 2 * size or (size == 60.0):
             number = max(1, round(seconds / size))

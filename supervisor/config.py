@@ -14,6 +14,7 @@ import ipaddress
 import logging
 import math
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -383,6 +384,10 @@ OTHER_VARIABLES = {
         "you",
         "`0`: ranks start a Python of their own, and are not forked; `torch`: nothing but torch is imported for them",
     ),
+    "UNBROKEN_OPINION_PRICE": (
+        "you",
+        "what a million tokens cost that the model of `[opinion]` reads and writes: `0.25/1.25`. For metrics and `why`",
+    ),
     "UNBROKEN_RESUME_FROM": ("agent, for the script", "the checkpoint to resume from, where the job has chosen one"),
     "UNBROKEN_SKIP_BATCHES": (
         "agent, for the script",
@@ -564,6 +569,29 @@ def check_opinion(given: OpinionSettings) -> None:
         raise ConfigError("opinion.model must be the folder of a model when opinion.backend is transformers")
     if given.backend == "endpoint":
         _check_endpoint(given)
+
+
+class OpinionPrice(NamedTuple):
+    """Of a million tokens, in whatever currency."""
+
+    read: float = 0.0
+    written: float = 0.0
+
+    def of(self, tokens_read: int, tokens_written: int) -> float:
+        return (self.read * tokens_read + self.written * tokens_written) / 1e6
+
+
+_PRICE: Final = re.compile(r"(\d{1,6}(?:\.\d{1,9})?)/(\d{1,6}(?:\.\d{1,9})?)", re.ASCII)
+
+
+def opinion_price(environment: Mapping[str, str]) -> OpinionPrice | None:
+    """None: nobody said what tokens cost. Raises ConfigError."""
+    said = environment.get("UNBROKEN_OPINION_PRICE", "").strip()
+    match = _PRICE.fullmatch(said)
+    if said and match is None:
+        shown = redact(repr(said[:60]))
+        raise ConfigError(f"UNBROKEN_OPINION_PRICE = {shown}: expected the prices of a million tokens, as in 0.25/1.25")
+    return OpinionPrice(float(match[1]), float(match[2])) if match is not None else None
 
 
 def missing_for_opinion(given: OpinionSettings, cwd: Path) -> str:

@@ -251,6 +251,7 @@ def find_incident(job: JobHandle, name: str) -> dict[str, Any]:
 def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
     """As `_asked`, where no controller answers (the job has ended): this process asks the model."""
     from diagnosis import llm
+    from supervisor.cli.past_incidents import folder_of
     from supervisor.controller.report import fold, plain
     from supervisor.opinion.queue import ask_here
 
@@ -265,7 +266,7 @@ def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
     folded = fold(job.folder).job
     try:
         python = _training_python(folded.spec.command) if settings.backend == "transformers" else ""
-        opinion = plain(ask_here(folded, job.folder, incident["id"], settings, python))
+        opinion = plain(ask_here(folded, job.folder, incident["id"], settings, python, folder_of(job.folder)))
     except LaunchRefused as error:
         opinion = plain(llm.no_opinion(str(error)))
     has_one = incident["opinion"] is not None and not incident["opinion"]["problem"]
@@ -450,8 +451,9 @@ def mode(job: JobHandle, mode: str, **options: Any) -> None:
 def approve(job: JobHandle, what: str, site: bool, **options: Any) -> None:
     """Carry out the plan that waits for approval.
 
-    With INCIDENT: only if the plan belongs to it. With NODE: swap it at the next checkpoint. With RULE: accept
-    that rule, which a model proposed.
+    With INCIDENT: only if the plan belongs to it. With INCIDENT@VERSION, as `status` has it: only if it has not changed
+    since. With NODE: swap it at the next checkpoint. With RULE@VERSION: accept that rule, which a model proposed;
+    `--dry-run` shows it.
     """
     if site and not what.startswith(RULE_PREFIX):
         raise click.UsageError(f"--site is for rules that a model proposed: {RULE_PREFIX}...")
@@ -578,16 +580,18 @@ def decide_rule(
     """
     from supervisor.opinion import pending
 
-    name, approved = request.argument, request.command == "approve"
+    shown, approved = request.argument, request.command == "approve"
+    name = shown.partition("@")[0]
     if job_dir is None:
         raise RuleNotFound(f"the rule {name} is in a job folder: give it with --job-dir. Nothing was done.")
     try:
         learned = config.learned_rules(config.load_here().settings.run.site_file)
         into = learned if for_site else job_dir / pending.APPROVED
         if approved:
-            rule = pending.find(job_dir, name)
+            look = request.dry_run and shown == name
+            rule = pending.find(job_dir, name) if look else pending.as_shown(job_dir, shown)
             pending.check(job_dir, rule, into)
-            would = f"would put {name} into {into}"
+            would = f"would put it into {into} (`unbroken approve {pending.version(rule)}`):\n{pending.toml(rule)}"
         else:
             rule, place = pending.where(job_dir, name, learned)
             would = f"would take {name} out of {place}"
@@ -601,7 +605,7 @@ def decide_rule(
             pass  # a job that has ended has no controller, and needs none for this
         at = f"{utc(time.time()):%Y-%m-%d %H:%M} UTC"
         if approved:
-            sentence = pending.approve(job_dir, name, request.by, at, into)
+            sentence = pending.approve(job_dir, shown, request.by, at, into)
         else:
             sentence = pending.reject(job_dir, name, learned)
     except ConfigError as error:

@@ -74,6 +74,7 @@ async def _said(given: OpinionSettings) -> list[str]:
     from supervisor.run.prepare import training_python
 
     config.check_opinion(given)
+    price = config.opinion_price(os.environ)
     if missing := config.missing_for_opinion(given, Path.cwd()):
         raise ConfigError(missing)
     python = training_python("python", True, os.environ) if given.backend == "transformers" else ""
@@ -91,4 +92,8 @@ async def _said(given: OpinionSettings) -> list[str]:
     right = opinion.failure_class.value == KNOWN
     said = "which is right" if right else f"which is wrong: {KNOWN} is right. It may be too small a model"
     tokens = f"{answer.tokens_read} read, {answer.tokens_written} written" if answer.tokens_read else "it does not say"
-    return [f"it answers: {opinion.failure_class.value}, {said}", f"tokens: {tokens}"]
+    answered = [f"it answers: {opinion.failure_class.value}, {said}", f"tokens: {tokens}"]
+    if price is None:
+        return [*answered, "price: not known; UNBROKEN_OPINION_PRICE=READ/WRITTEN says what a million tokens cost"]
+    cost = f"; this question cost {price.of(answer.tokens_read, answer.tokens_written):.2g}" * bool(answer.tokens_read)
+    return [*answered, f"price: {price.read:g} for a million tokens read, {price.written:g} written{cost}"]

@@ -221,6 +221,7 @@ def _check(settings: config.Settings) -> None:
     """What the controller or the agent could not use is refused before anything starts. Raises ConfigError."""
     settings.metrics.where(alone=True)
     config.check_opinion(settings.opinion)
+    config.opinion_price(os.environ)
     if missing := config.missing_for_opinion(settings.opinion, Path.cwd()):
         warn(f"{missing}; without it there are no opinions")
     if settings.notify.to and not os.access(settings.notify.to, os.R_OK):

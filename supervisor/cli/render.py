@@ -619,18 +619,19 @@ def _opinion_parts(opinion: dict[str, Any]) -> list[RenderableType]:
     if opinion["problem"]:
         return [_field("opinion", f"none from {model}: {opinion['problem']}")]
     tokens = opinion["tokens_read"] + opinion["tokens_written"]
-    took = seconds(opinion["took_s"]) + (f", {tokens} tokens" if tokens else "")
+    cost = f", cost {opinion['cost']:.2g}" if opinion.get("cost") else ""
+    took = seconds(opinion["took_s"]) + (f", {tokens} tokens" if tokens else "") + cost
     parts: list[RenderableType] = [
         _field("opinion", f"{opinion['failure_class']} ({model}, in {took}; never acted upon)"),
         _field("", culprits_text(opinion) or "no culprit"),
         _field("", opinion["why"]),
     ]
     parts += [_field("rests on" if number == 0 else "", line) for number, line in enumerate(opinion["lines"])]
+    parts += [_field("", line) for line in opinion.get("past", ())]
     rule = opinion["rule"]
     if rule is not None:
         means = "is no failure" if rule["failure_class"] == "none" else f"means {rule['failure_class']}"
-        proposal = f"{rule['id']}: {rule['text']!r} {means} (`unbroken approve {rule['id']}`)"
-        parts.append(_field("proposes", proposal))
+        parts.append(_field("proposes", f"{rule['id']}: {rule['text']!r} {means} (`approve {rule['id']} --dry-run`)"))
     elif opinion["rule_rejected"]:
         parts.append(_field("proposed", f"a rule that is not kept ({opinion['rule_rejected']})"))
     return parts

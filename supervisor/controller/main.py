@@ -188,7 +188,8 @@ def build(
             return HeartbeatEvents(job.skew, lambda: job.core.spec.mirror_snapshots)
 
         loop = ControlLoop(job, watch, journal, history, live_view, unheard_s, requeues)
-        asks = opinion_queue(job, loop.post, loop.clock.now, job_dir, settings.opinion, training_python)
+        memory = _memory_folder(settings, job_dir)
+        asks = opinion_queue(job, loop.post, loop.clock.now, job_dir, settings.opinion, training_python, memory)
         loop.opinion_wanted, loop.ask_model = asks.wanted, asks.want
         return loop
 
@@ -259,7 +260,7 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
     await _read_ledger(control, settings.ledger.folder)
     corrections.apply(job_dir, control.job)
     _notify(control, settings.notify, job_dir.name)
-    _remember(control, incidents_folder(Path(settings.ledger.folder) if settings.ledger.folder else None, job_dir))
+    _remember(control, _memory_folder(settings, job_dir))
     metrics = settings.metrics
     tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
@@ -334,6 +335,10 @@ def _notify(control: ControlLoop, settings: config.NotifySettings, job: str) -> 
         from supervisor.controller.notify import Notifier
 
         control.notifier = Notifier(settings, job)
+
+
+def _memory_folder(settings: config.Settings, job_dir: Path) -> Path:
+    return incidents_folder(Path(settings.ledger.folder) if settings.ledger.folder else None, job_dir)
 
 
 def _remember(control: ControlLoop, folder: Path) -> None:

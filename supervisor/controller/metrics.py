@@ -147,6 +147,7 @@ def _incidents(job: Job) -> Iterator[Sample]:
     yield Sample("unbroken_job_opinion_seconds_total", use.took_s)
     for kind, tokens in (("read", use.tokens_read), ("written", use.tokens_written)):
         yield Sample("unbroken_job_opinion_tokens_total", tokens, (kind,))
+    yield Sample("unbroken_job_opinion_cost_total", use.cost)
     plans = [record.plan for record in job.incidents.log.open_failures() if record.plan is not None]
     proposed = sum(len(plan.cordons) for plan in plans) if job.incidents.approval_wanted else 0
     yield Sample("unbroken_job_cordons_proposed", proposed)

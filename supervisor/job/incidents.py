@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -315,6 +316,7 @@ class OpinionUse:
     took_s: float = 0.0
     tokens_read: int = 0
     tokens_written: int = 0
+    cost: float = 0.0
 
     def add(self, opinion: Opinion) -> None:
         self.answered += not opinion.problem
@@ -322,6 +324,7 @@ class OpinionUse:
         self.took_s += opinion.took_s
         self.tokens_read += opinion.tokens_read
         self.tokens_written += opinion.tokens_written
+        self.cost += opinion.cost
 
 
 class IncidentLog:
@@ -1042,6 +1045,14 @@ class Incidents:
         for name in {culprit.node for culprit in verdict.culprits if culprit.node}:
             if (at, name) in self._blamed:
                 self._blamed.remove((at, name))
+
+    @property
+    def approves(self) -> str:
+        """The plan that waits for approval, with a digest of what it is: `i-3@5f0c...`; empty: none waits."""
+        record = self.active
+        if not self.approval_wanted or record is None or record.plan is None:
+            return ""
+        return f"{record.id}@{hashlib.sha256(msgspec.json.encode(record.plan)).hexdigest()[:12]}"
 
     # ----- acting -----
 

@@ -129,6 +129,7 @@ CONTROLLER: Final = (
         "Tokens that a language model read or wrote, as it says.",
         ("kind",),
     ),
+    Family("unbroken_job_opinion_cost_total", "counter", "What these tokens cost, by UNBROKEN_OPINION_PRICE."),
     Family(
         "unbroken_job_badput_seconds_total",
         "counter",

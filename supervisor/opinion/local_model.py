@@ -246,10 +246,10 @@ def prompt_ids(tokenizer: Any, question: dict[str, Any], lines: list[str]) -> li
 def fitting(tokenizer: Any, question: dict[str, Any], room: int) -> tuple[list[int], int]:
     """The prompt with as many lines as there is room for (tokens), and their number."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    lines = [_unmarked(line, special) for line in question["lines"]]
+    lines, past = ([_unmarked(line, special) for line in question[name]] for name in ("lines", "past"))
     count = len(lines)
     while count:
-        ids = prompt_ids(tokenizer, question, lines[:count])
+        ids = prompt_ids(tokenizer, question, [*lines[:count], *past])
         if len(ids) <= room:
             return ids, count
         count = min(count - 1, count * room // len(ids))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,11 +25,12 @@ from diagnosis.proposals import Tried, may_learn
 from diagnosis.signals import NodeEvidence, clean_line
 from diagnosis.taxonomy import FailureClass
 from supervisor.blocking import BlockingCalls
-from supervisor.config import OpinionSettings, check_opinion
+from supervisor.config import OpinionSettings, check_opinion, opinion_price
 from supervisor.errors import ConfigError, ModelUnavailable
 from supervisor.messages import AnyEvent, OpinionArrived, OpinionAsked, OpinionWanted
 from supervisor.opinion import pending
 from supervisor.opinion.client import Endpoint, LocalModel, ModelAnswer
+from supervisor.opinion.past import PastIncidents
 from supervisor.view import utc
 
 if TYPE_CHECKING:
@@ -79,9 +81,11 @@ class OpinionQueue:
         find: Callable[[str], AskedIncident | None],
         post: Callable[[AnyEvent], None],
         now: Callable[[], float],
+        memory: Path | None = None,
     ) -> None:
-        """`find`: an incident by its id. `now`: Unix time."""
+        """`find`: an incident by its id. `now`: Unix time. `memory`: folder of past incidents to show, if any."""
         self._backend = backend
+        self._past = PastIncidents(memory)
         self._job_dir = job_dir
         self._find = find
         self._post = post
@@ -141,19 +145,20 @@ class OpinionQueue:
     async def _work(self) -> None:
         while self._waiting and self._backend is not None:
             self._asking, asked = self._waiting.popleft()
-            opinion = await opinion_on(asked, self._backend, self._job_dir, self._files)
+            opinion = await opinion_on(asked, self._backend, self._job_dir, self._files, self._past)
             name, self._asking = self._asking, ""
             self._arrived(name, opinion)
 
 
 async def opinion_on(
-    asked: AskedIncident, backend: Endpoint | LocalModel, job_dir: Path, files: BlockingCalls
+    asked: AskedIncident, backend: Endpoint | LocalModel, job_dir: Path, files: BlockingCalls, past: PastIncidents
 ) -> Opinion:
     """What the model says. What is missing for an opinion, and a defect here, is its `problem`."""
     name, began = asked.incident.id, time.monotonic()
     try:
         asked = await files.run(lambda: _with_evidence(asked, job_dir), READ_DEADLINE_S)
         seen = llm.shown_evidence(asked.incident, asked.verdict)
+        seen = msgspec.structs.replace(seen, past=await past.like(seen, asked.incident.opened_at))
         answer = await backend.ask(llm.question(seen))
         opinion = await files.run(lambda: _ground(answer, seen, asked, job_dir), READ_DEADLINE_S)
     except ModelUnavailable as error:
@@ -180,7 +185,8 @@ def _ground(answer: ModelAnswer, seen: ShownEvidence, asked: AskedIncident, job_
     opinion = llm.ground(
         answer.text, seen, lines=answer.lines, model=answer.model, id=name, settled=asked.settled, tried=tried
     )
-    opinion = msgspec.structs.replace(opinion, tokens_read=answer.tokens_read, tokens_written=answer.tokens_written)
+    read, written = answer.tokens_read, answer.tokens_written
+    opinion = msgspec.structs.replace(opinion, tokens_read=read, tokens_written=written, cost=_cost(read, written))
     if opinion.rule is None:
         return opinion
     when = f"{utc(time.time()):%Y-%m-%d %H:%M} UTC"
@@ -193,6 +199,15 @@ def _ground(answer: ModelAnswer, seen: ShownEvidence, asked: AskedIncident, job_
         log.warning("the proposed rule %s is not kept: %s", name, problem)
         return msgspec.structs.replace(opinion, rule=None, rule_rejected=f"kept: {clean_line(problem, 200)}")
     return opinion
+
+
+def _cost(tokens_read: int, tokens_written: int) -> float:
+    try:
+        price = opinion_price(os.environ)
+    except ConfigError as error:
+        log.warning("what opinions cost is not known: %s", error)
+        price = None
+    return round(price.of(tokens_read, tokens_written), 9) if price is not None else 0.0
 
 
 def _with_evidence(asked: AskedIncident, job_dir: Path) -> AskedIncident:
@@ -229,6 +244,7 @@ def opinion_queue(
     job_dir: Path,
     given: OpinionSettings,
     python: str,
+    memory: Path,
 ) -> OpinionQueue:
     """The queue of a controller: asks the model that the settings name, if any."""
     try:
@@ -236,7 +252,8 @@ def opinion_queue(
     except ConfigError as error:
         log.warning("no model is asked: %s", error)
         given = OpinionSettings()
-    return OpinionQueue(backend_of(given, python), job_dir, lambda incident: asked_incident(job, incident), post, now)
+    backend = backend_of(given, python)
+    return OpinionQueue(backend, job_dir, lambda incident: asked_incident(job, incident), post, now, memory)
 
 
 def asked_incident(job: Job, incident: str) -> AskedIncident | None:
@@ -261,7 +278,9 @@ def asked_incident(job: Job, incident: str) -> AskedIncident | None:
 # ----- without a controller -----
 
 
-def ask_here(job: Job, job_dir: Path, incident: str, settings: OpinionSettings, python: str) -> Opinion:
+def ask_here(
+    job: Job, job_dir: Path, incident: str, settings: OpinionSettings, python: str, memory: Path | None = None
+) -> Opinion:
     """The opinion on an incident of a job that has ended. What is missing for one is its `problem`.
 
     Nothing is journalled: no controller is left to do that. A proposed rule is kept all the same.
@@ -270,4 +289,5 @@ def ask_here(job: Job, job_dir: Path, incident: str, settings: OpinionSettings, 
     backend, asked = backend_of(settings, python), asked_incident(job, incident)
     if backend is None or asked is None:
         return llm.no_opinion(NO_MODEL if backend is None else NO_INCIDENT.format(incident))
-    return asyncio.run(opinion_on(asked, backend, job_dir, BlockingCalls("opinion")))
+    past = PastIncidents(memory)
+    return asyncio.run(opinion_on(asked, backend, job_dir, BlockingCalls("opinion"), past))

@@ -63,6 +63,16 @@ def test_a_model_that_answers(url: str, said: str, answers: bool, words: str) ->
     assert not answers or "900 read, 30 written" in str(found["lines"])
 
 
+def test_the_price_is_said_and_what_the_question_cost(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Server.said = '{"lines": [5], "failure_class": "gpu_oom"}'
+    given = OpinionSettings(backend="endpoint", url=url, model="m", timeout_s=60.0)
+    monkeypatch.setenv("UNBROKEN_OPINION_PRICE", "10/100")
+    assert "this question cost 0.012" in str(checked(given)["lines"])
+    for wrong in ("10", "a/b", "1e9/2", "-1/2", "1/2/3"):
+        monkeypatch.setenv("UNBROKEN_OPINION_PRICE", wrong)
+        assert "UNBROKEN_OPINION_PRICE" in str(checked(given)["problem"])
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     nobody = OpinionSettings(backend="endpoint", url="http://127.0.0.1:9/v1", model="m", timeout_s=60.0)
     for given in (nobody, OpinionSettings(), OpinionSettings(backend="transformers", model=str(tmp_path))):

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import parser as plain_text
 from prometheus_client.openmetrics import parser as open_metrics
 
 from diagnosis.health import Check, healthy, unhealthy, unknown
-from diagnosis.incident import Culprit, Verdict
+from diagnosis.incident import Culprit, Opinion, Verdict
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
@@ -206,6 +207,16 @@ def test_cordons_are_counted_by_reason_and_named_up_to_a_limit(make_driver: Call
     assert now["unbroken_job_nodes", "CORDONED"] == CORDONS_NAMED + 11
     named = [key for key in now if key[0] == "unbroken_job_cordon_start_timestamp_seconds"]
     assert len(named) == CORDONS_NAMED
+
+
+def test_what_opinions_cost_is_summed(driver: Driver) -> None:
+    driver.up()
+    driver.crash("a", 1)
+    paid = Opinion(failure_class=FailureClass.SCRIPT_ERROR, tokens_read=900, cost=0.25)
+    for opinion in (paid, msgspec.structs.replace(paid, problem="not grounded")):
+        driver.tell(m.OpinionArrived, incident="i-1", opinion=opinion)
+    now = numbers(driver)
+    assert (now["unbroken_job_opinion_cost_total",], now["unbroken_job_opinion_tokens_total", "read"]) == (0.5, 1800)
 
 
 def test_a_plan_that_cordons_and_waits_for_approval(make_driver: Callable[..., Driver]) -> None:
