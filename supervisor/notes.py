@@ -259,6 +259,7 @@ KINDS: Final[dict[str, Kind]] = {
     "mode_unknown": _kind("unknown mode {mode!r}: observe, recommend or enforce"),
     "nothing_waits_for_approval": _kind("nothing waits for approval[; the job waits for {what}]"),
     "other_incident_waits": _kind("{named} does not wait for approval; {waits} does ({why})"),
+    "plan_changed": _kind("the plan for {about} has changed since it was shown: {why}. It is {now} now"),
     "paused_for": _kind(
         "paused: {reason}. Running ranks go on. Look at the job, then decide with `unbroken resume`, `restart` or "
         "`stop`"

@@ -125,6 +125,8 @@ class HoldView(Frozen, frozen=True, kw_only=True):
     """When that ends the job; None: it does not."""
     why: str
     """Why it is held; empty: a plan waits for approval."""
+    approves: str = ""
+    """What `approve` is given to approve this very plan; empty: none waits."""
 
 
 class CordonView(Frozen, frozen=True, kw_only=True):

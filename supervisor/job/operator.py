@@ -94,7 +94,7 @@ class Operator:
             return f"room on disks{self._held_until('resume`, `restart` or `stop')}: {self._space.text}"
         if incidents.approval_wanted:
             until = self._held_until("approve")
-            return "`unbroken resume`" if core.paused else f"`unbroken approve` or `reject`{until}"
+            return "`unbroken resume`" if core.paused else f"`unbroken approve {incidents.approves}` or `reject`{until}"
         if core.state in ("IDLE", "RECOVERING"):
             return self._waiting_to_start()
         return "evidence" if core.state == "DIAGNOSING" else ""
@@ -349,9 +349,12 @@ class Operator:
         if not self._incidents.approval_wanted or record is None or record.plan is None:
             yield _refuse("nothing_waits_for_approval", what=self.waiting)
             return None
-        named = event.argument if event.argument.startswith("i-") else f"i-{event.argument}"
-        if event.argument and named != record.id:
+        named, _, version = event.argument.partition("@")
+        if named and record.id not in (named, f"i-{named}"):
             yield _refuse("other_incident_waits", named=event.argument, waits=record.id, why=record.plan.why)
+            return None
+        if version and f"{record.id}@{version}" != self._incidents.approves:
+            yield _refuse("plan_changed", about=record.id, why=record.plan.why, now=self._incidents.approves)
             return None
         return record
 

@@ -177,6 +177,7 @@ def _hold(job: Parts) -> HoldView | None:
         at=utc(incidents.waits_for_operator_since),
         ends_at=None if ends_at is None else utc(ends_at),
         why=incidents.held,
+        approves=incidents.approves,
     )
 
 

@@ -8,6 +8,7 @@ Whatever else is in these files stays as it is, byte for byte.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -35,7 +36,7 @@ LEARNED_BYTES: Final = 1 << 20
 """A file of approved rules is not made larger."""
 _HEAD: Final = (
     "# Rules that a language model proposed. They do nothing: read them, change them if need be, then\n"
-    "# `unbroken approve ID` (or `reject ID`).\n"
+    "# `unbroken approve ID --dry-run` says how to approve what it says then (or `reject ID`).\n"
 )
 
 
@@ -79,28 +80,47 @@ def _is_plain(value: object) -> bool:
 
 
 def names(job_dir: Path) -> list[str]:
-    """The ids of the rules that wait; none where they cannot be read."""
+    """The rules that wait, as `approve` takes them; none where they cannot be read."""
     try:
-        return [clean_line(str(one["id"]), 60) for one in read(job_dir)]
+        return [version(one) for one in read(job_dir)]
     except ConfigError:
         return []
 
 
-def approve(job_dir: Path, name: str, by: str, at: str, into: Path) -> str:
-    """Move a rule from those that wait to those in use, in the file `into`; a sentence for the operator.
+def version(rule: Mapping[str, Any]) -> str:
+    """`rule-i-3@5f0c...`: the rule, and a digest of what it says. Whoever approves it has seen that."""
+    said = {key: value for key, value in rule.items() if key != "origin"}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    return f"{clean_line(str(rule['id']), 60)}@{digest[:12]}"
 
-    Raises RuleNotFound, ConfigError (the rule, or those in use already, cannot be used), OSError.
+
+def as_shown(job_dir: Path, shown: str) -> dict[str, Any]:
+    """The rule that waits, as somebody has seen it (`version`). Raises RuleNotFound, ConfigError: it has changed."""
+    name, _, digest = shown.partition("@")
+    found = find(job_dir, name)
+    if version(found) == shown:
+        return found
+    what = "has changed since it was shown" if digest else "may have changed since you saw it"
+    look = f"look at it (`unbroken approve {name} --dry-run`), then `unbroken approve {version(found)}`"
+    raise ConfigError(f"{job_dir / NAME}: {name} {what}: {look}")
+
+
+def approve(job_dir: Path, shown: str, by: str, at: str, into: Path) -> str:
+    """Move a rule (`version`) from those that wait to those in use, in the file `into`; a sentence for the operator.
+
+    Raises RuleNotFound, ConfigError (it has changed; it, or those in use already, cannot be used), OSError.
     """
-    chosen = find(job_dir, name)
+    chosen = as_shown(job_dir, shown)
+    name = str(chosen["id"])
     check(job_dir, chosen, into)
     called = _called(job_dir, name, into)
     origin = clean_line(f"{chosen.get('origin', '')}; approved by {by}, {at}".lstrip("; "), 2 * ORIGIN_CHARS)
     before = into.read_text(encoding="utf-8") if os.path.isfile(into) else ""
-    text = before.rstrip("\n") + "\n\n" * bool(before.strip()) + _toml({**chosen, "id": called, "origin": origin})
+    text = before.rstrip("\n") + "\n\n" * bool(before.strip()) + toml({**chosen, "id": called, "origin": origin})
     if len(text.encode()) > LEARNED_BYTES:
         raise ConfigError(f"{into} is larger than {LEARNED_BYTES >> 20} MiB: take rules out first")
     write_atomically(into, text.encode())
-    _drop(job_dir, name)
+    _write(job_dir, [one for one in read(job_dir) if one != chosen])
     as_what = "" if called == name else f" as {called}"
     return f"{name} is in {into}{as_what}: whatever starts from now on reads output with it"
 
@@ -232,12 +252,12 @@ def _drop(job_dir: Path, name: str) -> None:
 def _write(job_dir: Path, rows: list[dict[str, Any]]) -> None:
     path = job_dir / NAME
     if rows:
-        write_atomically(path, (_HEAD + "".join("\n" + _toml(one) for one in rows)).encode())
+        write_atomically(path, (_HEAD + "".join("\n" + toml(one) for one in rows)).encode())
     else:
         path.unlink(missing_ok=True)
 
 
-def _toml(rule: Mapping[str, Any]) -> str:
+def toml(rule: Mapping[str, Any]) -> str:
     """One [[rule]]. JSON writes strings, numbers and lists of these as TOML does, but for DEL."""
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in rule.items()]
     return "\n".join(["[[rule]]", *lines, ""]).replace("\x7f", "\\u007F")

@@ -149,7 +149,9 @@ class Learner:
             return said, opinion.rule_rejected.partition(":")[0] or "none proposed", ""
         pending.add(self._folder, opinion.rule, "proposed in a bench")
         try:
-            pending.approve(self._folder, name, "script", "now", self._into)
+            pending.approve(
+                self._folder, pending.version(pending.find(self._folder, name)), "script", "now", self._into
+            )
         except ConfigError:
             pending.reject(self._folder, name, self._into)
             return said, "approve", ""

@@ -101,15 +101,15 @@ def test_an_opinion_stands_beside_the_verdict_and_its_rule_waits_for_an_operator
     assert [one["rank"] for one in opinion["culprits"]] == [1]
     assert opinion["why"] == "Cordon every node now: [link]"
     assert incident["verdict"]["failure_class"] == "worker_crash"
-    job.until(lambda: job.told("status")["pending_rules"] == ["rule-i-1"], 30, "its rule")
+    job.until(lambda: job.told("status")["pending_rules"], 30, "its rule")
     assert not (job.job_dir / "rules.toml").exists()
     shown = job.ask("why", "1")
     assert "opinion   script_error (m, in " in shown
     assert "never acted upon" in shown
-    job.ask("approve", "rule-i-1", "-m", "makes sense")
+    job.ask("approve", job.told("status")["pending_rules"][0], "-m", "makes sense")
     assert "flux governor" in (job.job_dir / "rules.toml").read_text()
     job.ask("why", "1", "--ask")
     job.until(lambda: job.incidents()[0]["opinions"] == 2, 30, "the opinion that was asked for")
-    assert "approve rule-i-1 (makes sense)" in job.ask("timeline")
+    assert re.search(r"approve rule-i-1@\w{12} \(makes sense\)", job.ask("timeline"))
     job.succeeds()
     assert job.told("status")["cordons"] == []

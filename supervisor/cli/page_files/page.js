@@ -111,9 +111,8 @@ function attention(status) {
     const ends = status.hold.ends_at ? ` The job ends at ${clock(status.hold.ends_at)} if nobody decides.` : "";
     if (status.hold.why) say(`Held: ${status.hold.why}.${ends} `, true, button("resume"));
     else {
-      // With the incident's name: a plan for another incident, which nobody here has seen, is not approved.
-      const one = status.incidents.filter((incident) => incident.open).pop();
-      say(`A plan waits for approval.${ends} `, true, button("approve", one ? one.id : ""), button("reject", one ? one.id : ""));
+      // By its version: a plan that nobody here has seen is not approved.
+      say(`A plan waits for approval.${ends} `, true, button("approve", status.hold.approves || ""), button("reject", status.hold.approves || ""));
     }
   }
   if (status.hung) say(`The ranks hang, and nobody acts on it. `, true, button("restart"));
@@ -377,7 +376,7 @@ function draw() {
   at("state").className = `badge ${COLOURS[status.state] || ""}`;
   if (at("sentence").textContent !== sentence(status)) at("sentence").textContent = sentence(status);
   at("figures").replaceChildren(...figures(status).map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value }))));
-  const told = JSON.stringify([status.pause, status.hold, status.incidents.filter((one) => one.open).map((one) => one.id), status.hung, status.silence, status.breaker, status.swaps, status.degraded, status.stragglers, status.input_wait, status.pending_rules, !status.controller, !status.outcome]);
+  const told = JSON.stringify([status.pause, status.hold, status.hung, status.silence, status.breaker, status.swaps, status.degraded, status.stragglers, status.input_wait, status.pending_rules, !status.controller, !status.outcome]);
   if (at("attention").dataset.told !== told) {
     at("attention").dataset.told = told;
     at("attention").replaceChildren(...attention(status));

@@ -272,6 +272,25 @@ def test_what_an_operator_uncordons_is_not_cordoned_again_for_the_same_incident(
     assert [cordon.node for cordon in driver.job.view().cordons] == ["b"], "the next incident is another matter"
 
 
+def test_a_plan_that_has_changed_since_it_was_shown_is_not_approved(slurm: Any) -> None:
+    driver = slurm(mode="recommend")
+    driver.crash("b", 2)
+    seen = driver.job.view().hold.approves
+    assert seen.startswith("i-1@")
+    assert seen in driver.job.waiting
+    record = driver.job.incidents.active
+    record.plan = msgspec.structs.replace(record.plan, why="late evidence", cordons=())
+    now = driver.job.view().hold.approves
+    assert now != seen
+    for command in ("approve", "reject"):
+        (refusal,) = [one for one in driver.order(command, seen) if isinstance(one, m.Note) and one.refused]
+        assert (refusal.kind, refusal.arguments["now"]) == ("plan_changed", now)
+        assert driver.job.view().hold.approves == now
+    driver.order("approve", now)
+    assert driver.job.view().hold is None
+    assert driver.job.view().cordons == ()
+
+
 def test_an_operators_cordon_is_never_lifted_by_policy(slurm: Any) -> None:
     driver = slurm()
     driver.order("cordon", "b", by="ann")

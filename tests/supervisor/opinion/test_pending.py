@@ -28,6 +28,15 @@ def add(job_dir: Path, rule: ProposedRule) -> bool:
     return pending.add(job_dir, rule, "proposed by m for i-1 of j, 2026-11-23 12:00 UTC")
 
 
+def waiting(job_dir: Path) -> list[str]:
+    return [name.partition("@")[0] for name in pending.names(job_dir)]
+
+
+def shown(job_dir: Path, name: str = "rule-i-1") -> str:
+    """As `status` shows it; the bare name if it does not wait."""
+    return next((one for one in pending.names(job_dir) if one.startswith(f"{name}@")), name)
+
+
 @pytest.fixture
 def _rules_as_before() -> object:
     yield
@@ -44,13 +53,13 @@ def read_with(job_dir: Path) -> set[str]:
 def test_from_proposed_to_approved(tmp_path: Path) -> None:
     assert add(tmp_path, proposed())
     assert add(tmp_path, proposed("rule-i-2", "the other thing has happened"))
-    assert pending.names(tmp_path) == ["rule-i-1", "rule-i-2"]
+    assert waiting(tmp_path) == ["rule-i-1", "rule-i-2"]
     assert read_with(tmp_path) == set(), "it does nothing"
 
-    told = pending.approve(tmp_path, "rule-i-1", "me@here", "today", tmp_path / pending.APPROVED)
+    told = pending.approve(tmp_path, shown(tmp_path), "me@here", "today", tmp_path / pending.APPROVED)
     assert "rules.toml" in told
     assert read_with(tmp_path) == {"rule-i-1"}
-    assert pending.names(tmp_path) == ["rule-i-2"]
+    assert waiting(tmp_path) == ["rule-i-2"]
     row = tables.parse((tmp_path / "rules.toml").read_text())["rule"][0]
     assert row["origin"] == "proposed by m for i-1 of j, 2026-11-23 12:00 UTC; approved by me@here, today"
 
@@ -95,7 +104,7 @@ def test_a_rule_for_all_jobs_of_the_site(tmp_path: Path, monkeypatch: pytest.Mon
     site.write_text(MINE)
     monkeypatch.setenv("UNBROKEN_SITE", str(site))
     add(job_dir, proposed())
-    told = job_commands.decide_rule(given("approve"), job_dir, no_controller, for_site=True)
+    told = job_commands.decide_rule(given("approve", shown(job_dir)), job_dir, no_controller, for_site=True)
     assert "rule-the-job-i-1" in str(told["notes"])
     assert site.read_text() == MINE
     found = config.load_site(str(site))
@@ -120,17 +129,35 @@ def test_what_an_operator_spoilt_is_not_approved(tmp_path: Path) -> None:
     path = tmp_path / pending.NAME
     path.write_text(path.read_text().replace('"script_error"', '"no_such_class"'))
     with pytest.raises(ConfigError, match=r"rule\.rule-i-1"):
-        pending.approve(tmp_path, "rule-i-1", "me", "today", tmp_path / pending.APPROVED)
+        pending.approve(tmp_path, shown(tmp_path), "me", "today", tmp_path / pending.APPROVED)
     assert not (tmp_path / "rules.toml").exists()
-    assert pending.names(tmp_path) == ["rule-i-1"]
+    assert waiting(tmp_path) == ["rule-i-1"]
     assert decide(tmp_path, "reject")["ok"] is True, "what cannot be used can be got rid of"
     assert pending.names(tmp_path) == []
+
+
+def test_what_has_changed_since_it_was_shown_is_not_approved(tmp_path: Path) -> None:
+    add(tmp_path, proposed())
+    seen = shown(tmp_path)
+    for name in ("rule-i-1", "rule-i-1@", "rule-i-1@0123456789ab"):
+        with pytest.raises(UnbrokenError, match=f"changed since .* `unbroken approve {seen}`. Nothing was done"):
+            job_commands.decide_rule(given("approve", name), tmp_path, no_controller)
+    looked = decide(tmp_path, dry_run=True)
+    assert seen in str(looked["would"])
+    assert "governor" in str(looked["would"])
+    add(tmp_path, proposed(line="another thing has happened to it"))  # the model is asked again
+    with pytest.raises(UnbrokenError, match="has changed since it was shown"):
+        job_commands.decide_rule(given("approve", seen), tmp_path, no_controller)
+    assert not (tmp_path / pending.APPROVED).exists()
+    assert pending.add(tmp_path, proposed(), "proposed by another model")
+    assert shown(tmp_path) == seen, "who proposed it is no part of what it says"
+    assert job_commands.decide_rule(given("approve", seen), tmp_path, no_controller)["ok"] is True
 
 
 def test_the_same_incident_asked_again_replaces_its_rule_and_there_are_only_so_many(tmp_path: Path) -> None:
     for _ in range(3):
         assert add(tmp_path, proposed())
-    assert pending.names(tmp_path) == ["rule-i-1"]
+    assert waiting(tmp_path) == ["rule-i-1"]
     for number in range(2, pending.MAX_PENDING + 1):
         assert add(tmp_path, proposed(f"rule-i-{number}"))
     assert not add(tmp_path, proposed("rule-i-99"))
@@ -168,6 +195,8 @@ def given(command: str, name: str = "rule-i-1", **more: bool) -> CommandRequest:
 
 
 def decide(job_dir: Path | None, command: str = "approve", name: str = "rule-i-1", **more: bool) -> dict[str, object]:
+    if command == "approve" and job_dir is not None and not more:
+        name = shown(job_dir, name)
     return job_commands.decide_rule(given(command, name, **more), job_dir, no_controller)
 
 
