@@ -284,7 +284,7 @@ def unknown_class(name: str) -> str:
     parts = [one for one in known if len(name) >= LEAST_PART and (name.lower() in one)]
     near = list(dict.fromkeys([*parts, *difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5)]))[:4]
     like = f"near it are {', '.join(near)}" if near else "none is like it"
-    return f"there is no failure class {clean_line(name, 60)!r}: {like} (all of them: docs/taxonomy.md)"
+    return f"there is no failure class {clean_line(name, 60)!r}: {like} (all of them: unbroken docs taxonomy)"
 
 
 _ORDINALS: Final = ("second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")

@@ -1,7 +1,7 @@
 """`import unbroken` in a notebook or a script: old logs diagnosed, and the journal of a job as tables.
 
-`unbroken` gives these names and no others; docs/python-api.md has examples. What stands there keeps its meaning within
-a major version; fields may be added.
+`unbroken` gives these names and, for training scripts, `worker` and `snapshot`; docs/python-api.md has examples. What
+stands there keeps its meaning within a major version; fields may be added.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JobJournal", "diagnose", "read_journal"]
+from diagnosis.health import Check, judged, unknown
+from diagnosis.taxonomy import FailureClass
+from supervisor.node_health.contract import Probe
+
+__all__ = ["Check", "FailureClass", "JobJournal", "Probe", "diagnose", "judged", "read_journal", "unknown"]
 
 
 def diagnose(*paths: str | os.PathLike[str], good: Sequence[str | os.PathLike[str]] = ()) -> dict[str, Any]:
@@ -48,6 +52,20 @@ class JobJournal:
         """The steps that were noted: `at` (Unix time), `attempt`, `step`. One every 10 s, and those around an event."""
         self.problems: list[str] = list(folded.history.problems)
         """What could not be read, in words."""
+
+    def table(self, name: str) -> Any:
+        """`steps`, `incidents` or `timeline` as a `pandas.DataFrame`; columns with times are of UTC.
+
+        Raises ImportError where pandas is not installed, KeyError for another name.
+        """
+        import pandas
+
+        rows = {"steps": self.steps, "incidents": self.incidents, "timeline": self.timeline}[name]
+        table = pandas.DataFrame(rows)
+        for column in table.columns:
+            if column == "at" or str(column).endswith("_at"):
+                table[column] = pandas.to_datetime(table[column], unit="s", utc=True)
+        return table
 
 
 def _steps(history: Any) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from unbroken import our_packages_first
 
 ROOT = Path(__file__).parent.parent
 OURS = ("diagnosis", "recovery", "supervisor")
+TOP_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 
 SUPERVISORD_MODULES = set(
     "childutils compat confecho datatypes dispatchers events http http_client loggers medusa options pidproxy poller "
@@ -45,9 +46,9 @@ def modules(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*.py") if "__pycache__" not in path.parts]
 
 
-def tracked_files() -> set[str]:
+def tracked_files(*where: str) -> set[str]:
     """What a clone would have, and what is new in this working tree, as paths below ROOT."""
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *OURS, "unbroken.py", cwd=ROOT)
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *where, cwd=ROOT)
     return {name for name in listed.splitlines() if (ROOT / name).exists()}
 
 
@@ -56,7 +57,9 @@ def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tupl
         names = {name for name in wheel.namelist() if not name.startswith("unbroken-")}
         metadata = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
         licences = [name for name in wheel.namelist() if name.endswith("/licenses/LICENSE")]
-    assert names == tracked_files()
+    pages = {name for name in names if name.startswith("supervisor/pages/")}
+    assert names - pages == tracked_files(*OURS, "unbroken.py")
+    assert {name.removeprefix("supervisor/pages/") for name in pages} == tracked_files("docs", "deploy", *TOP_PAGES)
     assert {f"{package}/py.typed" for package in OURS} <= names
     assert any(name.endswith(".dist-info/entry_points.txt") for name in names), "the shim's entry points"
     assert any(name.endswith("output_rules/framework.toml") for name in names)
@@ -68,7 +71,7 @@ def test_the_sdist_holds_what_a_builder_needs(built: tuple[Path, Path]) -> None:
     with tarfile.open(built[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "constraints.txt"} <= names
-    assert tracked_files() <= names
+    assert tracked_files(*OURS, "unbroken.py") <= names
 
 
 def test_no_module_is_named_like_one_of_supervisords() -> None:
@@ -168,6 +171,8 @@ def test_it_works_beside_the_real_supervisord(
     scripts = python.parent
     assert run(scripts / "supervisord", "--version", cwd=tmp_path).strip() == "4.3.0"
     assert "run" in run(scripts / "unbroken", "--help", cwd=tmp_path)
+    assert run(scripts / "unbroken", "docs", "loss", cwd=tmp_path) == (ROOT / "docs/loss.md").read_text("utf-8")
+    assert run(scripts / "unbroken", "slurm-template", cwd=tmp_path).startswith("#!/bin/bash")
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     for name in (*OURS, "msgspec", "click"):

@@ -206,7 +206,7 @@ def request_folder(path: str) -> str:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return f"there is no folder {path} on this node: root's programs are not asked (docs/slurm.md#rights)"
+        return f"there is no folder {path} on this node: root's programs are not asked (unbroken docs slurm#rights)"
     except OSError as error:
         return f"{path}: {error.strerror}"
     if found.st_uid != 0 or not os.access(path, os.W_OK | os.X_OK):

@@ -39,7 +39,7 @@ def check(as_json: bool) -> None:
     answer = asyncio.run(_checked(config.load_here().settings.opinion))
     print_answer(answer, as_json, lambda found: click.echo("\n".join(found["lines"])))
     if not answer["answers"]:
-        raise UnbrokenError("the model cannot be used: see above, and docs/opinion.md")
+        raise UnbrokenError("the model cannot be used: see above, and `unbroken docs opinion`")
 
 
 async def _checked(given: OpinionSettings) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from supervisor.cli.advise import advise
 from supervisor.cli.bundle import bundle
 from supervisor.cli.check import check
 from supervisor.cli.checkpoints import group as checkpoints
+from supervisor.cli.docs import docs, slurm_template
 from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.export import export
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
@@ -72,6 +73,7 @@ HELP = {
     ),
     "Look after nodes": ("check", "qualify", "nodes", "drain-requests"),
     "Understand and plan": ("diagnose", "report", "advise", "export", "llm", "config", "replay", "bench"),
+    "Read and set up": ("docs", "slurm-template"),
 }
 """In which part of `unbroken --help` each command is listed."""
 
@@ -83,6 +85,8 @@ class _Commands(click.Group):
         for title, names in HELP.items():
             with formatter.section(title):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(80)) for name in names])
+        formatter.write_paragraph()
+        formatter.write_text("A page that a text names, such as docs/checkpoints.md: unbroken docs checkpoints")
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -371,6 +375,8 @@ for each in (
     check,
     qualify,
     checkpoints,
+    docs,
+    slurm_template,
     drain_requests,
     export,
     advise,

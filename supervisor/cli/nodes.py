@@ -36,7 +36,7 @@ from supervisor.view import rfc3339, utc
 DEADLINE_S = 20.0
 NO_LEDGER = (
     "there is no ledger: name its folder, which all jobs of the cluster share, in `ledger.folder` of the configuration "
-    "(UNBROKEN_LEDGER); docs/ledger.md"
+    "(UNBROKEN_LEDGER); `unbroken docs ledger`"
 )
 RESULTS_KEPT = 20_000
 """Of one test of many nodes."""

@@ -44,7 +44,7 @@ READ_DEADLINE_S: Final = 20.0
 EVIDENCE_NODES: Final = 16
 FILES_OF_A_NODE: Final = 4
 FILE_BYTES: Final = 4 << 20
-NO_MODEL: Final = "there is no model to ask: set opinion.backend (docs/opinion.md)"
+NO_MODEL: Final = "there is no model to ask: set opinion.backend (unbroken docs opinion)"
 NO_INCIDENT: Final = "there is no incident {}"
 
 

@@ -40,6 +40,7 @@ from supervisor.mover.publish import same_file_system, why_full, why_not_publish
 from supervisor.node_health.storage import mount_of, parse_mountinfo
 from supervisor.paths import JOBS, LocalPaths, local_dir, start_time, write_atomically
 from supervisor.run.lease import Holder, Lease, holder_here, take
+from supervisor.run.namesakes import namesakes
 from supervisor.run.torchrun_options import TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.training import launcher_variables, write_stub
 
@@ -170,11 +171,16 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         keeper_env=_keeper_env(read, environment),
         runs_controller=lease is not None and not has_service(job_dir, settings),
         others_join=plan.spec.nodes_max + plan.spec.spares > 1 and not step_nodes,
-        notices=(*read.notices, *about_tiers, *about_memory),
+        notices=(*read.notices, *about_tiers, *about_memory, *_namesakes(read, python, environment, cwd)),
         local=local,
         lease=lease,
         slots=slots,
     )
+
+
+def _namesakes(read: TorchrunCommand, python: str, environment: Mapping[str, str], cwd: Path) -> tuple[str, ...]:
+    folder = (cwd / read.script).parent if read.kind == "script" else cwd
+    return namesakes(python, folder, environment.get("PYTHONPATH", ""))
 
 
 def _node_name(options: RunOptions, environment: Mapping[str, str]) -> str:
