@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 MADE   := $(VENV)/.made-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+DEMO   := $(VENV)/.demo-$(notdir $(MADE))
 
 # Compiled modules are kept, also where the environment says not to: tests start our programs a thousand times.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: croissant demo venv test check oldest bench format clean
+.PHONY: croissant demo docs venv test check oldest bench format clean
 
-demo: $(MADE)  ## a supervised Llama pretraining with faults injected, under three minutes
+demo: $(or $(wildcard $(MADE)),$(DEMO))  ## a supervised Llama pretraining with faults injected, under three minutes
 	$(BIN)/unbroken demo
 
 # Native tracebacks: pytest's own parse sources, and Python 3.11 up to .7 may end the worker there (gh-106905).
@@ -21,7 +22,7 @@ check: $(MADE)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/vermin --quiet --target=3.9- --no-tips --violations supervisor/training recovery/worker.py recovery/snapshot*.py
+	$(BIN)/vermin --quiet --target=3.9- --no-tips --violations unbroken.py supervisor/training recovery/worker.py recovery/snapshot*.py
 
 oldest:  ## imports everything on Python 3.10, where that is installed
 	tools/oldest_python.sh
@@ -43,6 +44,11 @@ format: $(MADE)
 	$(BIN)/ruff format
 
 venv: $(MADE)
+
+# For the demo alone, without developers' tools: the virtual environment of the tests has all that it needs.
+$(DEMO):
+	tools/demo_environment.sh $(PYTHON) $(VENV)
+	touch $@
 
 # The virtual environment, made again when what it is made from has changed.
 $(MADE):

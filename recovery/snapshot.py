@@ -1,6 +1,6 @@
 """Snapshots in memory for training scripts: a save that costs a memory copy, and that outlives the rank.
 
-    from recovery import snapshot
+    from unbroken import snapshot
 
     unbroken_stager = snapshot.Stager()                                      # torch's checkpoints (DCP)
     dcp.async_save(state, checkpoint_id=path, async_stager=unbroken_stager)
@@ -37,8 +37,8 @@ from typing import Any, Iterable, NamedTuple, Optional  # noqa: UP035 (Python 3.
 import torch
 from torch.utils import _pytree
 
-from recovery import worker
-from recovery.snapshot_memory import (
+from . import worker
+from .snapshot_memory import (
     CHOSEN_VARIABLE,
     DATA_AT,
     FILES_VARIABLE,
@@ -164,7 +164,7 @@ class Stager:
 
 def reader(path: Any = None) -> Any:
     """For `dcp.load(state, storage_reader=...)`: reads the snapshot, or `path` where this attempt starts from none."""
-    from recovery import snapshot_dcp
+    from . import snapshot_dcp
 
     found = read()
     if found is None:
@@ -177,7 +177,7 @@ def reader(path: Any = None) -> Any:
 
 def writer(path: Any, stager: Stager) -> Any:
     """For `dcp.async_save(state, storage_writer=...)` of a torch whose `async_save` has no `async_stager` yet."""
-    from recovery import snapshot_dcp
+    from . import snapshot_dcp
 
     return snapshot_dcp.StagedWriter(path, stager)
 

@@ -1,6 +1,6 @@
 """For training scripts that want more than to be watched; standard library only, Python 3.9 and up.
 
-    from recovery import worker
+    from unbroken import worker
     start = worker.resume_from()      # path of the checkpoint to load, or None
     worker.heartbeat(step)            # once a step; costs a microsecond or two
     worker.heartbeat(step, loss=loss) # the same, and the loss is watched though nothing is printed

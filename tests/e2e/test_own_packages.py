@@ -24,6 +24,9 @@ OTHER_PYTHONS = 'raise ImportError("made for another Python")\n'
 TRAIN = """
 import os, signal, sys, time
 import diagnosis, recovery, supervisor
+from unbroken import snapshot, worker
+assert "recovery.worker" not in sys.modules and snapshot.worker is worker
+worker.heartbeat(7)
 print("rank", os.environ["RANK"], diagnosis.MINE, recovery.MINE, supervisor.MINE, flush=True)
 if os.environ["UNBROKEN_ATTEMPT"] == "1" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -74,6 +77,7 @@ def test_each_side_imports_its_own(repository: Path) -> None:
 
     status = ask("status", "--json", "--job-dir", "unbroken-jobs/own")
     assert json.loads(status.stdout)["restarts"] == 1, status.stderr
+    assert json.loads(status.stdout)["step"] == 7, "told by our worker, beside their package `recovery`"
     checked = ask("check", "--only", "memory_available", "--json", "--fresh")
     assert json.loads(checked.stdout)["schema"] == 1, checked.stderr
     assert not json.loads(checked.stdout)["problems"]

@@ -114,7 +114,7 @@ NAMED_MODULE = re.compile(rf"(?<![\w/.-])((?:{OURS})(?:\.[A-Za-z_]\w*)+)(?!\w*\(
 NAME_IN_MODULE = re.compile(rf"`(\w+)` in\s+`((?:{OURS})/[\w/]+\.py)`")
 NAMED_VARIABLE = re.compile(r"UNBROKEN_[A-Z][A-Z_]*[A-Z]")
 CODE = re.compile(r"^```.*?^```|^    .*?$|(?<!`)`[^`\n]+`", re.M | re.S)
-COMMAND_LINE = re.compile(r"(?<![\w/.-])unbroken ((?!--|protocol \d)[^`\n#]*)")
+COMMAND_LINE = re.compile(r"(?<![\w/.-])(?<!from )unbroken ((?!--|protocol \d)[^`\n#]*)")
 
 
 def every(pattern: re.Pattern[str]) -> Iterator[tuple[str, Any]]:
