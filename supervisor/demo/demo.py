@@ -326,9 +326,8 @@ def command(ranks: int, keep: Path | None, svg: Path | None) -> int:
     )
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        console.print(
-            f"the demo trains for real and needs {' and '.join(missing)}: install them with pip (torch's CPU build is enough)"
-        )
+        needs = " ".join(missing)
+        console.print(f"the demo trains for real: pip install {needs} (the CPU build of torch is enough)")
         return 1
     folder = keep or Path(tempfile.mkdtemp(prefix="unbroken-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
