@@ -68,7 +68,7 @@ name = "slurm"
 folder = "/shared/unbroken/ledger"        # one for all jobs of the cluster
 
 [notify]
-to = "/home/ann/.config/slack-webhook"
+to = ["/home/ann/.config/slack-webhook", "mailto:ann@example.org"]
 
 [opinion]
 backend = "endpoint"

@@ -304,19 +304,31 @@ class LedgerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "propose"
 
 
+ALIVE: Final = "alive:"
+"""Before an address of `notify.to`: a dead man's switch."""
+MAIL: Final = "mailto:"
+WEB: Final = ("https://", "http://")
+
+
 class NotifySettings(msgspec.Struct, frozen=True, kw_only=True):
     """Messages to people, where there is no Alertmanager."""
 
     to: Annotated[
-        str,
+        str | tuple[str, ...],
         _knob(
-            "A file with the address of a webhook that takes Slack's form (a secret: only its user should be able to "
-            "read it), or a program that gets each message as JSON on stdin, for mail or a pager.",
+            "Where messages go, one address or a list: a file that holds the address of a webhook that takes Slack's "
+            "form (a secret: only its user should be able to read it), the webhook's `https://...` itself, "
+            "`mailto:ANN@HOST`, or a program that gets each message as JSON on stdin. With `alive:` before a URL, such "
+            "a file or a program it is told every minute that the controller lives.",
             "controller",
             default="nobody",
             see="runbook.md#who-is-told",
         ),
     ] = ""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self.to if isinstance(self.to, tuple) else tuple(filter(None, [self.to]))
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -373,7 +385,7 @@ ENVIRONMENT = {
 PATHS = (
     "run.token_file", "run.kernel_log", "run.site_file", "controller.tls_cert", "controller.tls_key",
     "controller.tls_ca", "checkpoint.publish_to", "metrics.targets_dir", "ledger.folder", "opinion.key_file",
-    "opinion.model", "notify.to",
+    "opinion.model",
 )  # fmt: skip
 """Files and folders (`opinion.model` may also be a model's name at an endpoint)."""
 OTHER_VARIABLES = {
@@ -496,7 +508,15 @@ def absolute(settings: Settings, cwd: Path) -> Settings:
         table, _, name = key.partition(".")
         if tables[table][name] and (key != "opinion.model" or settings.opinion.backend == "transformers"):
             tables[table][name] = str(cwd / tables[table][name])
+    tables["notify"]["to"] = tuple(_absolute_address(cwd, one) for one in settings.notify.addresses)
     return msgspec.convert(tables, Settings)
+
+
+def _absolute_address(cwd: Path, given: str) -> str:
+    """An address of `notify.to`; a file or program with its whole path."""
+    before = ALIVE if given.startswith(ALIVE) else ""
+    to = given.removeprefix(ALIVE)
+    return given if to.startswith((*WEB, MAIL)) else f"{before}{cwd / to}"
 
 
 def _files(environment: Mapping[str, str], cwd: Path) -> list[Path]:

@@ -228,8 +228,11 @@ def _check(settings: config.Settings) -> None:
     config.opinion_price(os.environ)
     if missing := config.missing_for_opinion(settings.opinion, Path.cwd()):
         warn(f"{missing}; without it there are no opinions")
-    if settings.notify.to and not os.access(settings.notify.to, os.R_OK):
-        warn(f"notify.to: {settings.notify.to} cannot be read here; without it nobody is told")
+    if settings.notify.to:
+        from supervisor.controller.notify import check_notify
+
+        for problem in check_notify(settings.notify):
+            warn(problem)
 
 
 @main.command("demo", context_settings={"ignore_unknown_options": True}, add_help_option=False)

@@ -334,7 +334,11 @@ def _notify(control: ControlLoop, settings: config.NotifySettings, job: str) -> 
     if settings.to:
         from supervisor.controller.notify import Notifier
 
-        control.notifier = Notifier(settings, job)
+        def state() -> str:
+            step = control.watch.newest.step
+            return control.job.state + ("" if step is None else f", step {step}")
+
+        control.notifier = Notifier(settings, job, state)
 
 
 def _memory_folder(settings: config.Settings, job_dir: Path) -> Path:

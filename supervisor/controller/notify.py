@@ -1,29 +1,40 @@
-"""Messages to people, without Alertmanager: to a webhook that takes Slack's form, or to a program of the site's.
+"""Messages to people, without Alertmanager: to a webhook that takes Slack's form, by mail, or by a program.
 
 What the job tells loudly goes out, grouped by incident, and never more often than a person can read. Nothing waits for
 it: a service that does not answer costs a message, not a recovery. The webhook's address is a secret: no log has it.
+A dead man's switch is told every minute that the controller lives: whoever misses that knows that it does not.
 """
 
 from __future__ import annotations
 
 import asyncio
+import email.message
 import errno
+import getpass
 import logging
 import os
+import re
+import shutil
+import smtplib
+import socket
+import ssl
 import subprocess
 import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
 
+from diagnosis.signals import clean_line
 from diagnosis.text import redact
 from supervisor import messages as m
 from supervisor.blocking import BlockingCalls
-from supervisor.config import NotifySettings
+from supervisor.config import ALIVE, MAIL, WEB, NotifySettings
+from supervisor.errors import ConfigError
 from supervisor.notes import text_of
 
 log = logging.getLogger("unbroken.controller")
@@ -43,6 +54,9 @@ DEADLINE_S: Final = 15.0
 LOOK_S: Final = 0.25
 LAST_S: Final = 3.0
 """So long the controller's end waits for the last message."""
+ALIVE_EVERY_S: Final = 60.0
+SUBJECT_CHARS: Final = 120
+_PERSON: Final = re.compile(r"[\w.+%][\w.+%-]*@[\w.-]+", re.ASCII)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +72,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         more = [f"({self.left_out} more: see `unbroken timeline`)"] if self.left_out else []
         return f"{self.job}: " + "\n".join([*self.lines, *more])
+
+
+class LifeSign(msgspec.Struct, frozen=True, kw_only=True):
+    """What a dead man's switch is told."""
+
+    job: str
+    text: str
+    alive: bool
+    """False: the job has ended, or goes on with another controller. It is not told again."""
 
 
 class Outbox:
@@ -81,68 +104,127 @@ class Outbox:
             return
         self._groups[incident] = begun, now, [*lines, redact(text)[:LINE_CHARS]]
 
-    def due(self, now: float, *, everything: bool = False) -> Iterator[Message]:
+    def due(self, now: float) -> Iterator[Message]:
         for incident, (begun, last, lines) in list(self._groups.items()):
-            if not everything and now - last < QUIET_S and now - begun < LONGEST_S:
+            if now - last < QUIET_S and now - begun < LONGEST_S:
                 continue
-            while self._sent and now - self._sent[0] >= HOUR_S:
-                self._sent.popleft()
             del self._groups[incident]
-            if len(self._sent) >= IN_AN_HOUR:
+            if self._may_send(now):
+                yield self._message(incident, lines, now)
+            else:
                 self._left_out += len(lines)
-                continue
-            self._sent.append(now)
-            left_out, self._left_out = self._left_out, 0
-            yield Message(job=self._job, incident=incident, lines=tuple(lines), left_out=left_out)
+        if self._left_out and not self._groups and self._may_send(now):
+            yield self._message("", [], now)  # nobody should take silence for peace
+
+    def last(self, text: str, now: float) -> Iterator[Message]:
+        """Everything that waits, and how it ended. The end is told, however many messages there were."""
+        for incident, (_, _, lines) in self._groups.items():
+            if self._may_send(now):
+                yield self._message(incident, lines, now)
+            else:
+                self._left_out += len(lines)
+        self._groups.clear()
+        if text:
+            yield self._message("", [redact(text)[:LINE_CHARS]], now)
+
+    def _may_send(self, now: float) -> bool:
+        while self._sent and now - self._sent[0] >= HOUR_S:
+            self._sent.popleft()
+        return len(self._sent) < IN_AN_HOUR
+
+    def _message(self, incident: str, lines: list[str], now: float) -> Message:
+        self._sent.append(now)
+        left_out, self._left_out = self._left_out, 0
+        return Message(job=self._job, incident=incident, lines=tuple(lines), left_out=left_out)
+
+
+class Recipient:
+    """One address, and what waits for it: one that does not answer holds no other up."""
+
+    def __init__(self, to: str) -> None:
+        self.waiting: deque[Message] = deque(maxlen=GROUPS)
+        self._send = sender(to)
+        self._shown = shown(to)
+        self._calls = BlockingCalls("notify", most=2)  # the last message does not wait for one that hangs
+        self._problem = ""
+
+    async def deliver(self, tries: tuple[float, ...] = TRIES_S, deadline_s: float = DEADLINE_S) -> None:
+        """Send what waits. One that is cut off in the middle of it is sent again."""
+        while self.waiting:
+            message = self.waiting[0]
+            for wait_s in tries:
+                await asyncio.sleep(wait_s)
+                if await self.tell(message, deadline_s):
+                    break
+            if self.waiting and self.waiting[0] is message:
+                self.waiting.popleft()
+
+    async def tell(self, message: Message | LifeSign, deadline_s: float = DEADLINE_S) -> bool:
+        try:
+            await self._calls.run(lambda: self._send(message), deadline_s)
+        except asyncio.TimeoutError:
+            problem = "it does not answer"
+        except Exception as error:  # of the network, of the command, of the service's answer
+            problem = _reason(error)
+        else:
+            problem = ""
+        if problem != self._problem:
+            log.warning("notifications by %s: %s", self._shown, problem or "they can be sent again")
+        self._problem = problem
+        return not problem
 
 
 class Notifier:
-    """Sends what the outbox gives, one after the other."""
+    """Sends what the outbox gives to every address."""
 
-    def __init__(self, settings: NotifySettings, job: str) -> None:
-        self._send, self._to = sender(settings), settings.to
+    def __init__(self, settings: NotifySettings, job: str, state: Callable[[], str] = str) -> None:
+        """`state`: how the job is, in a few words."""
+        self._job, self._state = job, state
         self._outbox = Outbox(job)
-        self._waiting: deque[Message] = deque(maxlen=GROUPS)
-        self._calls = BlockingCalls("notify")
-        self._problem = ""
+        self._end = ""
+        self._people = [Recipient(to) for to in settings.addresses if not to.startswith(ALIVE)]
+        self._switches = [Recipient(to.removeprefix(ALIVE)) for to in settings.addresses if to.startswith(ALIVE)]
 
     def add(self, note: m.Note) -> None:
         self._outbox.add(note.incident, text_of(note), time.monotonic())
 
     def add_end(self, outcome: m.Outcome) -> None:
-        self._outbox.add("", outcome.line, time.monotonic())
+        self._end = outcome.line
 
     async def run(self) -> None:
+        await asyncio.gather(self._hand_out(), *map(self._keep_sending, self._people), *map(self._ping, self._switches))
+
+    async def _hand_out(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            self._waiting.extend(self._outbox.due(time.monotonic()))
-            while self._waiting:
-                await self._deliver(self._waiting.popleft(), TRIES_S)
+            for message in self._outbox.due(time.monotonic()):
+                for one in self._people:
+                    one.waiting.append(message)
+
+    async def _keep_sending(self, one: Recipient) -> None:
+        while True:
+            await one.deliver()
+            await asyncio.sleep(LOOK_S)
+
+    async def _ping(self, switch: Recipient) -> None:
+        while True:
+            await switch.tell(LifeSign(job=self._job, text=f"{self._job}: {self._state()}", alive=True))
+            await asyncio.sleep(ALIVE_EVERY_S)
 
     async def stop(self) -> None:
         """The last message says how the job ended: it is tried once, for a short while."""
-        end = time.monotonic() + LAST_S
-        self._waiting.extend(self._outbox.due(time.monotonic(), everything=True))
-        while self._waiting and time.monotonic() < end:
-            await self._deliver(self._waiting.popleft(), (0.0,), LAST_S)
+        last = list(self._outbox.last(self._end, time.monotonic()))
+        for one in self._people:
+            one.waiting.extend(last)
+        ended = LifeSign(job=self._job, text=f"{self._job}: {self._end or 'its controller ends'}", alive=False)
+        calls = [one.deliver((0.0,), LAST_S) for one in self._people]
+        calls += [self._tell_last(one, ended) for one in self._switches]
+        if calls:
+            await asyncio.wait([asyncio.ensure_future(call) for call in calls], timeout=LAST_S)
 
-    async def _deliver(self, message: Message, tries: tuple[float, ...], deadline_s: float = DEADLINE_S) -> None:
-        for wait_s in tries:
-            await asyncio.sleep(wait_s)
-            try:
-                await self._calls.run(lambda: self._send(message), deadline_s)
-            except asyncio.TimeoutError:
-                self._tell("it does not answer")
-            except Exception as error:  # of the network, of the command, of the service's answer
-                self._tell(_reason(error))
-            else:
-                self._tell("")
-                return
-
-    def _tell(self, problem: str) -> None:
-        if problem != self._problem:
-            log.warning("notifications by %s: %s", self._to, problem or "they can be sent again")
-        self._problem = problem
+    @staticmethod
+    async def _tell_last(switch: Recipient, ended: LifeSign) -> None:
+        await switch.tell(ended, LAST_S)
 
 
 def _reason(error: Exception) -> str:
@@ -152,21 +234,53 @@ def _reason(error: Exception) -> str:
     return " ".join(filter(None, (type(error).__name__, str(code), str(reason))))
 
 
-def sender(settings: NotifySettings) -> Callable[[Message], None]:
+# ----- the addresses -----
+
+
+def sender(to: str) -> Callable[[Message | LifeSign], None]:
     """Sends one message, and raises OSError, ValueError or SubprocessError when it could not."""
 
-    def send(message: Message) -> None:
-        if os.access(settings.to, os.X_OK):
-            data = msgspec.json.encode({"text": message.text} | msgspec.to_builtins(message))
-            silent = subprocess.DEVNULL
-            subprocess.run([settings.to], input=data, stdout=silent, stderr=silent, timeout=DEADLINE_S, check=True)
-            return
-        address = Path(settings.to).read_text().strip()
-        if not address.startswith(("https://", "http://")):
-            raise OSError(errno.EINVAL, "it holds no address, and cannot be executed", settings.to)
-        post(address, msgspec.json.encode({"text": escaped(message.text)}))
+    def send(message: Message | LifeSign) -> None:
+        if to.startswith(WEB):
+            post(to, web_form(message))
+        elif to.startswith(MAIL):
+            mail(mail_address(to), message)
+        elif os.access(to, os.X_OK):
+            _run([to], msgspec.json.encode({"text": message.text} | msgspec.to_builtins(message)))
+        else:
+            address = Path(to).read_text().strip()
+            if not address.startswith(WEB):
+                raise OSError(errno.EINVAL, "it holds no address, and cannot be executed", to)
+            post(address, web_form(message))
 
     return send
+
+
+def shown(to: str) -> str:
+    """For the log: of a webhook, only the host."""
+    return f"{urlsplit(to).scheme}://{urlsplit(to).hostname}/..." if to.startswith(WEB) else to
+
+
+def check_notify(settings: NotifySettings) -> Iterator[str]:
+    """What is named and not there, in words: it may be there where the controller runs. Raises ConfigError for an
+    address that cannot be one."""
+    for given in settings.addresses:
+        to = given.removeprefix(ALIVE)
+        if to.startswith(WEB):
+            if not urlsplit(to).hostname:
+                raise ConfigError(f"notify.to: {shown(to)} has no host")
+        elif to.startswith(MAIL):
+            if given != to:
+                raise ConfigError(f"notify.to: {given}: a mail each minute is too much: name a URL or a program")
+            if not mail_address(to).server and not _sendmail():
+                yield "notify.to: there is no sendmail here: name a mail server (`mailto:...?server=HOST`)"
+        elif not os.access(to, os.R_OK):
+            yield f"notify.to: {to} cannot be read here; without it nobody is told"
+
+
+def _run(argv: list[str], data: bytes) -> None:
+    silent = subprocess.DEVNULL
+    subprocess.run(argv, input=data, stdout=silent, stderr=silent, timeout=DEADLINE_S, check=True)
 
 
 def post(address: str, body: bytes) -> None:
@@ -175,6 +289,68 @@ def post(address: str, body: bytes) -> None:
         answer.read(1024)
 
 
+def web_form(message: Message | LifeSign) -> bytes:
+    more = {"job": message.job, "alive": message.alive} if isinstance(message, LifeSign) else {}
+    return msgspec.json.encode({"text": escaped(message.text), **more})
+
+
 def escaped(text: str) -> str:
     """For Slack's form: a log line must not call the whole channel (`<!channel>`) or hide a link."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+# ----- mail -----
+
+
+class MailAddress(NamedTuple):
+    people: tuple[str, ...]
+    server: str
+    """Host and port of a server that takes it; empty: the sendmail of this node does."""
+
+
+def mail_address(to: str) -> MailAddress:
+    """Of `mailto:ann@example.org,bob@example.org?server=mail.example.org:25`. Raises ConfigError."""
+    path, _, query = to.removeprefix(MAIL).partition("?")
+    people, options = tuple(unquote(path).split(",")), parse_qs(query)
+    wrong = [one for one in people if not _PERSON.fullmatch(one)]
+    server = options.pop("server", [""])[-1]
+    _, _, port = server.partition(":")
+    if wrong or options or (port and not port.isdecimal()):
+        what = ", ".join([*wrong, *options]) or server
+        raise ConfigError(f"notify.to: {to} is no address for mail ({what}): mailto:NAME@HOST[,...][?server=HOST:PORT]")
+    return MailAddress(people, server)
+
+
+def mail(address: MailAddress, message: Message | LifeSign) -> None:
+    letter = letter_of(address, message)
+    if not address.server:
+        if not (program := _sendmail()):
+            raise OSError(errno.ENOENT, "there is no sendmail")
+        _run([program, "-i", "--", *address.people], bytes(letter))
+        return
+    host, _, port = address.server.partition(":")
+    letter["From"] = sender_name = f"{getpass.getuser()}@{socket.gethostname()}"
+    with smtplib.SMTP(host, int(port or 25), timeout=DEADLINE_S) as server:
+        server.ehlo()
+        if server.has_extn("starttls"):
+            # As mail servers do it: no certificate is asked for, since no password is sent.
+            server.starttls(context=ssl._create_unverified_context())
+        server.send_message(letter, sender_name, address.people)
+
+
+def letter_of(address: MailAddress, message: Message | LifeSign) -> email.message.EmailMessage:
+    """Mails about one incident are one conversation."""
+    letter = email.message.EmailMessage()
+    letter["To"] = ", ".join(address.people)
+    letter["Subject"] = f"[unbroken] {clean_line(message.text.partition(chr(10))[0], SUBJECT_CHARS)}"
+    letter["Auto-Submitted"] = "auto-generated"
+    if isinstance(message, Message) and message.incident:
+        words = "-".join(re.findall(r"[\w.]+", f"{message.job}-{message.incident}", re.ASCII))
+        letter["References"] = f"<{words}@{socket.gethostname()}>"
+    letter.set_content(message.text.encode(errors="replace").decode() + "\n")
+    return letter
+
+
+def _sendmail() -> str:
+    folders = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/lib"])
+    return shutil.which("sendmail", path=folders) or ""

@@ -1,19 +1,38 @@
 """Messages to people: what makes a message, what goes out, and what a broken service costs."""
 
 import asyncio
+import email
+import email.policy
 import http.server
 import json
+import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from supervisor.config import NotifySettings
-from supervisor.controller.notify import IN_AN_HOUR, LINES, LONGEST_S, Message, Notifier, Outbox, escaped, sender
+from supervisor.config import NotifySettings, Settings, absolute
+from supervisor.controller.notify import (
+    IN_AN_HOUR,
+    LINES,
+    LONGEST_S,
+    Message,
+    Notifier,
+    Outbox,
+    check_notify,
+    escaped,
+    letter_of,
+    mail_address,
+    sender,
+)
+from supervisor.errors import ConfigError
 from supervisor.messages import Note, Outcome
 
 MESSAGE = Message(job="llama", incident="i-1", lines=("rank 1 was killed",))
+COMPLETE = Outcome(state="succeeded", exit_code=0, line="the run is complete")
 
 
 def test_lines_of_one_incident_are_one_message() -> None:
@@ -84,22 +103,27 @@ def service() -> Iterator[http.server.HTTPServer]:
     thread.join()
 
 
-def address_file(tmp_path: Path, server: http.server.HTTPServer) -> NotifySettings:
+def address_of(server: http.server.HTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}/services/SECRET"
+
+
+def address_file(tmp_path: Path, server: http.server.HTTPServer) -> str:
     file = tmp_path / "webhook"
-    file.write_text(f"http://127.0.0.1:{server.server_address[1]}/services/SECRET\n")
-    return NotifySettings(to=str(file))
+    file.write_text(f"{address_of(server)}\n")
+    return str(file)
 
 
-def program(tmp_path: Path, body: str) -> NotifySettings:
-    file = tmp_path / "tell"
+def program(tmp_path: Path, body: str, name: str = "tell") -> str:
+    file = tmp_path / name
     file.write_text(f"#!/bin/sh\n{body}\n")
     file.chmod(0o700)
-    return NotifySettings(to=str(file))
+    return str(file)
 
 
 def test_a_webhook_gets_slacks_form(tmp_path: Path, service: http.server.HTTPServer) -> None:
     sender(address_file(tmp_path, service))(MESSAGE)
-    assert service.got == [{"text": "llama: rank 1 was killed"}]  # type: ignore[attr-defined]
+    sender(address_of(service))(MESSAGE)
+    assert service.got == [{"text": "llama: rank 1 was killed"}] * 2  # type: ignore[attr-defined]
 
 
 def test_a_program_gets_all_of_it_as_json(tmp_path: Path) -> None:
@@ -113,16 +137,18 @@ def test_a_program_gets_all_of_it_as_json(tmp_path: Path) -> None:
 def test_what_is_no_address_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "hook").write_text("file:///etc/passwd")
     with pytest.raises(OSError, match="holds no address"):
-        sender(NotifySettings(to=str(tmp_path / "hook")))(MESSAGE)
+        sender(str(tmp_path / "hook"))(MESSAGE)
 
 
+@pytest.mark.parametrize("by_file", [True, False])
 def test_the_end_of_the_job_is_told_and_a_failure_is_logged_without_the_address(
-    tmp_path: Path, service: http.server.HTTPServer, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, service: http.server.HTTPServer, caplog: pytest.LogCaptureFixture, by_file: bool
 ) -> None:
     service.answers = [503]  # type: ignore[attr-defined]
-    notifier = Notifier(address_file(tmp_path, service), "llama")
+    to = address_file(tmp_path, service) if by_file else address_of(service)
+    notifier = Notifier(NotifySettings(to=to), "llama")
     notifier.add(Note(text="rank 1 was killed", incident="i-1", loud=True))
-    notifier.add_end(Outcome(state="succeeded", exit_code=0, line="the run is complete"))
+    notifier.add_end(COMPLETE)
     asyncio.run(notifier.stop())  # once each: the first is refused
     assert [one["text"] for one in service.got] == [  # type: ignore[attr-defined]
         "llama: rank 1 was killed",
@@ -138,3 +164,123 @@ def test_a_service_that_is_not_there_costs_a_bounded_time(tmp_path: Path) -> Non
     for number in range(50):
         notifier.add(Note(text="x", incident=f"i-{number}"))
     asyncio.run(asyncio.wait_for(notifier.stop(), 20))
+
+
+def test_one_that_hangs_holds_no_other_up(tmp_path: Path, service: http.server.HTTPServer) -> None:
+    hangs = program(tmp_path, "sleep 60")
+    notifier = Notifier(NotifySettings(to=(hangs, address_of(service))), "llama")
+    notifier.add_end(COMPLETE)
+    asyncio.run(asyncio.wait_for(notifier.stop(), 20))
+    assert [one["text"] for one in service.got] == ["llama: the run is complete"]  # type: ignore[attr-defined]
+
+
+def test_in_a_storm_people_get_few_messages_and_the_end(service: http.server.HTTPServer) -> None:
+    notifier = Notifier(NotifySettings(to=address_of(service)), "llama")
+    for number in range(20_000):
+        notifier.add(Note(text=f"rank {number} was killed", incident=f"i-{number % 500}", loud=True))
+    notifier.add_end(COMPLETE)
+    asyncio.run(notifier.stop())
+    texts = [one["text"] for one in service.got]  # type: ignore[attr-defined]
+    assert len(texts) <= IN_AN_HOUR + 1
+    assert "the run is complete" in texts[-1]
+    assert "more: see" in texts[-1]
+
+
+def test_what_was_left_out_is_told_when_there_is_room_again() -> None:
+    box = Outbox("llama")
+    for number in range(IN_AN_HOUR + 10):
+        box.add(f"i-{number}", "again", 0.0)
+    assert len(list(box.due(5.0))) == IN_AN_HOUR
+    assert list(box.due(3000.0)) == []
+    assert [(one.lines, one.left_out) for one in box.due(4000.0)] == [((), 10)]
+    assert list(box.due(4001.0)) == []
+
+
+# ----- the dead man's switch -----
+
+
+def test_a_dead_mans_switch_is_told_that_the_controller_lives(service: http.server.HTTPServer) -> None:
+    notifier = Notifier(NotifySettings(to=f"alive:{address_of(service)}"), "llama", lambda: "RUNNING, step 7")
+
+    async def live() -> None:
+        running = asyncio.create_task(notifier.run())
+        notifier.add(Note(text="rank 1 was killed", incident="i-1", loud=True))
+        while not service.got:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.02)
+        running.cancel()
+        await notifier.stop()
+
+    asyncio.run(asyncio.wait_for(live(), 60))
+    assert service.got == [  # type: ignore[attr-defined]
+        {"text": "llama: RUNNING, step 7", "job": "llama", "alive": True},
+        {"text": "llama: its controller ends", "job": "llama", "alive": False},
+    ]
+
+
+# ----- mail -----
+
+
+def test_a_program_called_sendmail_takes_mail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "letter"
+    program(tmp_path, f'echo "$@" > {out}; cat >> {out}', "sendmail")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sender("mailto:ann@example.org,bob@example.org")(MESSAGE)
+    first, _, letter = out.read_text().partition("\n")
+    told = email.message_from_string(letter, policy=email.policy.default)
+    assert first == "-i -- ann@example.org bob@example.org"
+    assert told["Subject"] == "[unbroken] llama: rank 1 was killed"
+    assert told["References"] == letter_of(mail_address("mailto:x@y"), MESSAGE)["References"]
+    assert told.get_content() == "llama: rank 1 was killed\n"
+
+
+def test_a_mail_server_takes_mail() -> None:
+    from aiosmtpd.smtp import SMTP
+
+    class Keep:
+        letters: ClassVar[list[Any]] = []
+
+        async def handle_DATA(self, _server: Any, _session: Any, envelope: Any) -> str:
+            self.letters.append(envelope)
+            return "250 OK"
+
+    async def live() -> None:
+        server = await asyncio.get_running_loop().create_server(lambda: SMTP(Keep()), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        notifier = Notifier(NotifySettings(to=f"mailto:ann@example.org?server=127.0.0.1:{port}"), "llama")
+        notifier.add_end(COMPLETE)
+        await notifier.stop()
+        server.close()
+
+    asyncio.run(live())
+    assert [one.rcpt_tos for one in Keep.letters] == [["ann@example.org"]]
+    assert b"the run is complete" in Keep.letters[0].content
+
+
+def test_a_log_line_makes_no_header() -> None:
+    hostile = Message(job="llama\nBcc: eve@example.org", incident="i-1\r\nX: y", lines=("\udc80 \x1b[2J",))
+    letter = email.message_from_bytes(bytes(letter_of(mail_address("mailto:x@y"), hostile)))
+    assert set(letter.keys()) == {
+        *("To", "Subject", "Auto-Submitted", "References"),
+        *("Content-Type", "Content-Transfer-Encoding", "MIME-Version"),
+    }
+
+
+@pytest.mark.parametrize(
+    "to",
+    [
+        *("mailto:", "mailto:ann", "mailto:-oQ/tmp@x", "mailto:ann@x?cc=bob@y", "mailto:ann@x?server=h:x"),
+        *("mailto:ann@x,,bob@x", "mailto:ann@x%0aBcc:eve@y", "https://", "alive:mailto:ann@x"),
+    ],
+)
+def test_what_is_no_address_is_refused_before_the_start(to: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape("notify.to")):
+        list(check_notify(NotifySettings(to=to)))
+
+
+def test_addresses_stay_what_they_are_and_files_become_absolute(tmp_path: Path) -> None:
+    given = ("hook", "alive:bin/ping", "mailto:ann@x", "https://h/S", "alive:https://h/S")
+    settings = Settings(notify=NotifySettings(to=given))
+    there = (f"{tmp_path}/hook", f"alive:{tmp_path}/bin/ping", "mailto:ann@x", "https://h/S", "alive:https://h/S")
+    assert absolute(settings, tmp_path).notify.addresses == there
+    assert absolute(Settings(), tmp_path).notify.addresses == ()
+    assert [*check_notify(NotifySettings(to=str(tmp_path / "no")))]
