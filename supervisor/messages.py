@@ -378,6 +378,12 @@ class ClockReply(Frozen, frozen=True, kw_only=True, tag="clock"):
     """The same when this left."""
 
 
+class WatchedNow(Frozen, frozen=True, kw_only=True, tag="watched"):
+    """Somebody looks at the job: for `for_s` heartbeats come more often. Only ever sent in answer to a heartbeat."""
+
+    for_s: float
+
+
 AgentMessage = Hello | Heartbeat
 ControllerMessage = Assignment | Refused
 """What an agent acts on."""
@@ -1069,7 +1075,7 @@ class End(Frozen, frozen=True, kw_only=True, tag="end"):
 Action = Assign | SetTimer | Note | SchedulerRequest | SchedulerComment | LedgerWrite | OpinionWanted | End
 
 decode_agent_message = msgspec.json.Decoder(AgentMessage).decode
-decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockReply).decode
+decode_controller_message = msgspec.json.Decoder(ControllerMessage | ClockReply | WatchedNow).decode
 decode_command = msgspec.json.Decoder(CommandRequest).decode
 decode_event = msgspec.json.Decoder(AnyEvent).decode
 encode = msgspec.json.Encoder().encode

@@ -233,7 +233,7 @@ LOOK_EVERY_CLOSELY_S = 0.1
 CLOSELY_S = 30.0
 """So long after a finding after which no further step is expected: whether there is one decides what is done."""
 LOOK_EVERY_AWAITING_S = 0.25
-"""While a node is to leave with the next checkpoint."""
+"""While a node is to leave with the next checkpoint, or somebody watches the job."""
 LOOK_EVERY_BACKLOG_S = 0.01
 """While much of the ranks' output waits to be read."""
 KERNEL_PAUSE_S = 0.25
@@ -380,7 +380,7 @@ class NodeAgent:
             return LOOK_EVERY_CLOSELY_S
         if self._progressed != self._ranks.attempt:
             return LOOK_EVERY_AT_START_S if now - self._state.joined_at < START_S else LOOK_EVERY_S
-        if self._looks_closely(now):
+        if self._looks_closely(now) or now < self._link.watched_until:
             return LOOK_EVERY_AWAITING_S
         return LOOK_EVERY_CALM_S if self._is_calm(now) else LOOK_EVERY_S
 
@@ -593,6 +593,8 @@ class NodeAgent:
         if state.keeper is not self._handled:
             return  # it changed meanwhile: handle that first, the wakeup is set
         apart_s = LOOK_EVERY_CLOSELY_S if self._looks_closely(now) else HEARTBEATS_APART_S
+        if now < self._link.watched_until:
+            apart_s = min(apart_s, LOOK_EVERY_AWAITING_S / 2)
         pause_s = apart_s if self._looked_at >= now else HEARTBEAT_EVERY_S
         if state.wakeup.is_set or now >= self._last_heartbeat + pause_s:
             state.wakeup.clear()

@@ -42,6 +42,7 @@ from supervisor.messages import (
     Heartbeat,
     Hello,
     Refused,
+    WatchedNow,
     decode_controller_message,
     encode,
 )
@@ -82,6 +83,7 @@ STEADY_S = 2.0
 """After a connection that lasted this long, the next tries are quick again."""
 REFUSED_PAUSE_S = 10.0
 MAX_MESSAGE_BYTES = 8 << 20
+WATCHED_AT_MOST_S = 10.0
 
 
 class NoController(InternalError):
@@ -151,6 +153,8 @@ class Link:
         self.ended = False
         """A heartbeat that said `done` was received: nothing more is expected of this node."""
         self.clock = ClockOffset()
+        self.watched_until = 0.0
+        """Somebody looks at the job until then (monotonic)."""
         self.url = ""
         """The controller's, as it was read last."""
         self._read_address = read_address
@@ -413,6 +417,9 @@ class Link:
             if isinstance(message, ClockReply):
                 now, mono = time.time(), time.monotonic()
                 self.clock.answered(message.asked_at, message.heard_at, message.told_at, now, mono)
+                continue
+            if isinstance(message, WatchedNow):
+                self.watched_until = time.monotonic() + min(message.for_s, WATCHED_AT_MOST_S)
                 continue
             if isinstance(message, Assignment) and message.epoch != self._epoch:
                 self._explain(f"an assignment of epoch {message.epoch} came from a controller of epoch {self._epoch}")

@@ -76,7 +76,7 @@ def advise(
     JOB is a job folder (its name will do): its own saves, restarts and failures are counted. To plan without a job,
     give --nodes, --mttf-node, --save and --restart.
     """
-    from supervisor.cli import render
+    from supervisor.cli.advice_text import advice
     from supervisor.controller.report import plain
 
     planned = {name: value for name, value in plan.items() if value is not None and name != "gpus_per_node"}
@@ -95,10 +95,10 @@ def advise(
         figures = msgspec.convert(answer["figures"], Figures | None)
     if figures is not None:
         figures = msgspec.structs.replace(figures, repair_s=repair * HOUR_S, spare_share=waiting / 100.0)
-        advice = computed(figures)
-        lacks = [*answer["lacks"], *_hopeless(figures, advice)]
-        answer |= {"figures": plain(figures), "advice": plain(advice), "lacks": lacks}
-    print_answer(answer, as_json, render.advice)
+        told = computed(figures)
+        lacks = [*answer["lacks"], *_hopeless(figures, told)]
+        answer |= {"figures": plain(figures), "advice": plain(told), "lacks": lacks}
+    print_answer(answer, as_json, advice)
 
 
 def _given(plan: dict[str, Any]) -> Figures:

@@ -20,7 +20,7 @@ import msgspec
 from diagnosis.incident import RULE_PREFIX
 from supervisor import config
 from supervisor.cli.nodes import cordon_for_all, for_all_jobs, uncordon_for_all
-from supervisor.cli.output import operator_name, print_answer, warn, writing
+from supervisor.cli.output import operator_name, print_answer, warn
 from supervisor.errors import (
     NOT_PROVEN,
     CommandDenied,
@@ -153,7 +153,7 @@ def status_from_journal(where: Path) -> dict[str, Any]:
     folded = fold(where)
     if folded.history.damaged:
         warn(f"the journal is damaged: {'; '.join(folded.history.problems)[:1000]}")
-    return status_of(folded.job.view(), None, job_advice(folded.job, folded.job.now))
+    return status_of(folded.job.view(), None, job_advice(folded.job, folded.job.now), folded.job.story)
 
 
 def incidents_from_journal(where: Path) -> dict[str, Any]:
@@ -317,23 +317,7 @@ def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> Non
     print_answer({**answer, "rows": rows}, as_json, render.timeline)
 
 
-@click.command()
-@job_options
-@click.option("--every", type=click.FloatRange(0.2), default=0.2, help="Seconds between updates.  [0.2]")
-def watch(job: JobHandle, as_json: bool, every: float) -> None:
-    """Show the status, live, until the job ends.
-
-    With --json: one status a line, when something changed.
-    """
-    from supervisor.cli import render
-
-    if sys.stdout is None:
-        return
-    with writing():
-        render.watch(lambda: job.read("/v1/status", status_from_journal), every, as_json)
-
-
-JOB_COMMANDS = (status, incidents, why, timeline, watch)
+JOB_COMMANDS = (status, incidents, why, timeline)
 
 
 def command_options(command: Callable[..., None]) -> Callable[..., None]:

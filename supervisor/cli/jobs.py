@@ -1,8 +1,9 @@
-"""`unbroken jobs`, `logs` and `page`: which jobs there are, what their ranks print, and a job in the browser."""
+"""`unbroken jobs`, `logs`, `page` and `watch`: which jobs there are, what their ranks print, and a job live."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from supervisor.cli.job_commands import JobHandle, job_options, status_from_journal
-from supervisor.cli.output import print_answer, warn
+from supervisor.cli.job_commands import JobHandle, job_options, send, status_from_journal
+from supervisor.cli.output import operator_name, print_answer, warn, writing
 from supervisor.config import read_plan
 from supervisor.errors import ControllerUnreachable, JobNotFound, UnbrokenError
+from supervisor.messages import CommandName, CommandRequest
 from supervisor.paths import LocalPaths, local_dir
 
 ASKED_AT_ONCE = 16
@@ -212,3 +214,30 @@ def page(job: JobHandle, as_json: bool, port: int) -> None:
         pass
     finally:
         server.server_close()
+
+
+# ----- watch -----
+
+
+@click.command()
+@job_options
+@click.option("--every", type=click.FloatRange(0.2), default=0.2, help="Seconds between updates.  [0.2]")
+def watch(job: JobHandle, as_json: bool, every: float) -> None:
+    """Show the job, live, until it ends.
+
+    On a terminal, keys pause the job and decide what waits for a decision: `?` lists them, `q` leaves. Each first says
+    what it would do, and asks. Into a pipe: a line when something has changed. With --json: one status a line.
+    """
+    from supervisor.cli.page_server import JobReader
+    from supervisor.cli.watch import watch as show
+
+    if sys.stdout is None:
+        return
+    reader = JobReader(job)
+
+    def act(command: CommandName, argument: str, dry: bool) -> dict[str, Any]:
+        request = CommandRequest(command=command, argument=argument, by=operator_name(), dry_run=dry)
+        return job.client().command(request) if dry else send(request, job)
+
+    with writing():
+        show(reader.status, act, every, as_json)

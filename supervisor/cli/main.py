@@ -7,7 +7,6 @@ stderr and an exit code.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from supervisor.cli.docs import docs, slurm_template
 from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.export import export
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
-from supervisor.cli.jobs import jobs, logs, page
+from supervisor.cli.jobs import jobs, logs, page, watch
 from supervisor.cli.llm import llm
 from supervisor.cli.nodes import nodes
 from supervisor.cli.output import print_answer, warn
@@ -389,6 +388,7 @@ for each in (
     jobs,
     logs,
     page,
+    watch,
     bundle,
     report,
     llm,

@@ -12,12 +12,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -44,34 +43,32 @@ STYLES = {
     "CORDONED": "red",
     "LOST": "red",
 }
-WATCH_SHARE = 9.0
-"""After an answer, `watch` waits at least nine times as long as it took: a large job is not kept busy with answers."""
 LEAST_SHOWN = 0.01
 """A less likely alternative is only in `--json`."""
 CLOCK_SHOWN_S = 0.05
 """A smaller difference from the controller's clock is not shown."""
 
 
-def _console() -> Console:
+def console() -> Console:
     if sys.stdout.isatty():
         return Console(markup=False, highlight=False)
     return Console(markup=False, highlight=False, color_system=None, width=10_000, force_terminal=False)
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
 
 
-def _print(*parts: RenderableType) -> None:
-    console = _console()
+def show(*parts: RenderableType) -> None:
+    out = console()
     for part in parts:
-        if isinstance(part, Table) and not console.is_terminal:
+        if isinstance(part, Table) and not out.is_terminal:
             _print_plain(part)
         else:
-            console.print(part, soft_wrap=not isinstance(part, Table))
+            out.print(part, soft_wrap=not isinstance(part, Table))
 
 
 def _print_plain(table: Table) -> None:
@@ -83,10 +80,10 @@ def _print_plain(table: Table) -> None:
 
 
 def rows(columns: Sequence[str], cells: Iterable[Sequence[str]], *, above: str = "", below: str = "") -> None:
-    table = _table(*columns)
+    table = new_table(*columns)
     for row in cells:
         table.add_row(*row)
-    _print(*([Text(above), Text("")] if above else []), table, *([Text(""), Text(below)] if below else []))
+    show(*([Text(above), Text("")] if above else []), table, *([Text(""), Text(below)] if below else []))
 
 
 def _styled(word: str) -> Text:
@@ -134,7 +131,7 @@ def checkpoints(answer: dict[str, Any]) -> None:
     if not answer["checkpoints"]:
         parts.append(Text(f"job {answer['name'] or '?'}: no checkpoint has been seen"))
     else:
-        table = _table("step", "age", "size", "format", "ranks", "verdict", "where", "path", "why")
+        table = new_table("step", "age", "size", "format", "ranks", "verdict", "where", "path", "why")
         for one in answer["checkpoints"]:
             age = seconds(max(0.0, (now - _time(one["modified_at"])).total_seconds()))
             where = ", ".join(one.get("where") or ())
@@ -144,7 +141,7 @@ def checkpoints(answer: dict[str, Any]) -> None:
     for one in answer.get("left") or ():
         told = f"{one['node']}: {one['path']} has copies of {one['jobs']} other jobs ({size_text(one['size_bytes'])})"
         parts.append(Text(f"{told}: remove them when those jobs have ended"))
-    _print(*parts)
+    show(*parts)
 
 
 def _in_memory(answer: Mapping[str, Any]) -> list[Text]:
@@ -193,7 +190,7 @@ def size_text(size: float) -> str:
 
 
 def verified(answer: dict[str, Any]) -> None:
-    table = _table("verdict", "step", "size", "format", "ranks", "tensors", "path", "why")
+    table = new_table("verdict", "step", "size", "format", "ranks", "tensors", "path", "why")
     for one in answer["checkpoints"]:
         table.add_row(_verdict(one), *_what(one), str(one["tensors"]), clean_line(one["path"], PATH_LIMIT), one["why"])
     remarks = [
@@ -201,14 +198,14 @@ def verified(answer: dict[str, Any]) -> None:
         for one in answer["checkpoints"]
         for remark in one["remarks"]
     ]
-    _print(table, *remarks)
+    show(table, *remarks)
 
 
 # ----- status -----
 
 
 def status(answer: dict[str, Any]) -> None:
-    _print(*_status_parts(answer))
+    show(*_status_parts(answer))
 
 
 def _pending(answer: dict[str, Any]) -> list[RenderableType]:
@@ -224,11 +221,11 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         _styled(answer["state"]),
         ", paused" if answer["paused"] and not answer["outcome"] else "",
         f", attempt {answer['attempt']}",
-        _step(answer),
+        step_text(answer),
         "" if answer["mode"] == "enforce" else f", mode {answer['mode']}",
     )
     parts: list[RenderableType] = [head]
-    parts += _standstill(answer)
+    parts += standstill(answer)
     if answer["waiting"]:
         parts.append(Text(f"waits for: {answer['waiting']}"))
     if answer.get("ends_at") and not answer["outcome"]:
@@ -240,25 +237,25 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
         newest = (f"step {one['step']} {one['tier']}" for one in answer["tiers"])
         parts.append(Text(f"newest checkpoints: {', '.join(newest)}"))
     if not answer["outcome"]:
-        parts += [*_in_memory(answer), Text(_controller(answer))]
+        parts += [*_in_memory(answer), Text(controller_text(answer))]
     else:
         parts.append(Text(f"ended: {answer['outcome']['line']} (exit code {answer['outcome']['exit_code']})"))
     if answer["nodes"]:
-        nodes = _table("node", "state", "ranks", "host", "why")
+        nodes = new_table("node", "state", "ranks", "host", "why")
         for node in answer["nodes"]:
-            nodes.add_row(node["node"], _styled(node["state"]), _ranges(node["ranks"]), node["host"], _why(node))
+            nodes.add_row(node["node"], _styled(node["state"]), ranges(node["ranks"]), node["host"], _why(node))
         parts += [Text(""), nodes]
     parts += [Text(f"the nodes differ: {one['text']}", style="yellow") for one in answer.get("skew", ())]
     parts += [Text(f"degraded: {one}", style="yellow") for one in answer.get("degraded", ())]
     parts += [Text(one["text"], style="yellow") for one in answer.get("swaps", ())]
     if answer.get("advice") and not answer["outcome"]:
-        parts.append(Text(_advised(answer["advice"])))
+        parts.append(Text(advised(answer["advice"])))
     if answer.get("stragglers"):
         parts.append(Text(answer["stragglers"]["text"], style="yellow"))
     if answer.get("input_wait"):
         parts.append(Text(answer["input_wait"]["text"], style="yellow"))
     if answer["incidents"]:
-        incidents_ = _table("incident", "at", "class", "why")
+        incidents_ = new_table("incident", "at", "class", "why")
         for one in answer["incidents"]:
             open_ = " (open)" if one["open"] else ""
             incidents_.add_row(one["id"] + open_, clock(one["opened_at"]), one["failure_class"] or "", one["why"])
@@ -267,9 +264,9 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     return parts
 
 
-def _standstill(answer: dict[str, Any]) -> list[RenderableType]:
+def standstill(answer: dict[str, Any]) -> list[Text]:
     """A hang that nobody acts on, or a silence that may be one."""
-    parts: list[RenderableType] = []
+    parts: list[Text] = []
     hung, silence = answer.get("hung"), answer.get("silence")
     if hung and not answer["outcome"]:
         sure = "hung" if hung["proven"] else "hung (not proven)"
@@ -296,7 +293,7 @@ def _why(node: dict[str, Any]) -> str:
     return "; ".join(filter(None, (node["why"], clock)))
 
 
-def _step(answer: dict[str, Any]) -> str:
+def step_text(answer: dict[str, Any]) -> str:
     if answer["step"] is None:
         counted = answer.get("counted")
         return f", {counted} steps since its start" if counted else ""
@@ -333,7 +330,7 @@ def _cordoned(cordon: dict[str, Any]) -> str:
     return "/".join(filter(None, (cordon["node"], cordon["gpu"]))) + scheduler
 
 
-def _controller(answer: dict[str, Any]) -> str:
+def controller_text(answer: dict[str, Any]) -> str:
     control = answer["controller"]
     if control is None:
         return f"read from the journal as of {clock(answer['now'])}: no controller answers"
@@ -341,7 +338,7 @@ def _controller(answer: dict[str, Any]) -> str:
     return f"controller: epoch {control['epoch']}, agents: {len(control['agents'])} connected{journal}"
 
 
-def _ranges(numbers: Iterable[int], most: int | None = None) -> str:
+def ranges(numbers: Iterable[int], most: int | None = None) -> str:
     """`0-7, 12`; `most`: so many spans, then dots."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
@@ -353,156 +350,10 @@ def _ranges(numbers: Iterable[int], most: int | None = None) -> str:
     return f"{text}, ..." if most is not None and len(spans) > most else text
 
 
-def watch(read: Callable[[], dict[str, Any]], every_s: float, as_json: bool) -> None:
-    """Show the job again and again, until it ends or Ctrl-C."""
-    console = _console()
-    live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
-    last: dict[str, Any] = {}
-    try:
-        if live is not None:
-            live.start()
-        while True:
-            began = time.monotonic()
-            answer = read()
-            took_s = time.monotonic() - began
-            if live is not None:
-                live.update(Group(*_status_parts(answer)), refresh=True)
-            elif {**answer, "now": ""} != {**last, "now": ""}:
-                print(json.dumps(answer, separators=(",", ":")) if as_json else _one_line(answer), flush=True)
-            last = answer
-            if answer["outcome"] is not None:
-                return
-            time.sleep(max(every_s, WATCH_SHARE * took_s))
-    except KeyboardInterrupt:
-        return
-    finally:
-        if live is not None:
-            live.stop()
+# ----- lengths of time -----
 
 
-def _one_line(answer: dict[str, Any]) -> str:
-    incident = next((one for one in reversed(answer["incidents"]) if one["open"]), None)
-    trouble = f"; {incident['id']}: {incident['why']}" if incident else ""
-    trouble += f"; {answer['silence']['text']}" if answer.get("silence") else ""
-    trouble += "".join(f"; {one['text']}" for one in answer.get("swaps", ()))
-    return f"{clock(answer['now'])} {answer['state']} attempt {answer['attempt']}{_step(answer)}{trouble}"
-
-
-# ----- advice -----
-
-
-def advice(answer: dict[str, Any]) -> None:
-    seen, figures, told = answer["measured"], answer["figures"], answer["advice"]
-    parts = [Text(line) for line in (_seen(answer["job"], seen) if seen is not None else _planned(figures))]
-    if told is not None:
-        parts += [Text(line) for line in _interval(told, figures, seen)]
-    parts += [Text(f"note: {one}", style="yellow") for one in answer["lacks"]]
-    if told is None or told["is_hopeless"]:
-        _print(*parts, Text("no advice", style="bold"))
-        return
-    change = _change(told, figures) if answer["enough"] else _guess(told, figures)
-    _print(*parts, Text(change, style="bold"), Text(""), *_spares(told, figures))
-
-
-def _seen(job: str, seen: dict[str, Any]) -> Iterable[str]:
-    """What a job has measured, a line for each kind."""
-    ettr = "" if seen["ettr"] is None else f", ETTR {seen['ettr']:.3f}"
-    size = f"{_many(seen['nodes'], 'node')}, {_many(seen['gpus'], 'GPU')}"
-    yield f"job {job}: {size}, trained for {_long(seen['trained_s'])}{ettr}"
-    node_days = seen["nodes"] * seen["trained_s"] / 86_400.0
-    yield f"failures: {_counts(seen['failures'])} in {node_days:.3g} node-days"
-    if seen["not_counted"]:
-        yield f"  not counted: {_counts(seen['not_counted'])}"
-    saves = f"saves: {seen['saves']}"
-    if seen["interval_s"] is not None:
-        steps = f" ({seen['interval_steps']} steps)" if seen["interval_steps"] else ""
-        saves += f", one every {about(seen['interval_s'])} of training{steps}"
-    if seen["stall_s"] is not None:
-        precision = f"± {seen['stall_error_s']:.2g} s, {seen['stalls_seen']} measured"
-        saves += f"; each holds training up for {seconds(seen['stall_s'])} ({precision})"
-    if seen["write_s"] is not None:
-        saves += f"; {seconds(seen['write_s'])} from its first write to its end"
-    yield saves
-    if seen["restart_s"] is not None:
-        mean = f"mean of {seen['restarts_seen']}"
-        yield f"restart: {seconds(seen['restart_s'])} from a failure to the first new step ({mean})"
-    if seen["redone_steps"]:
-        yield f"done again: {seen['redone_steps']:,} steps, {_long(seen['redone_s'])}"
-
-
-def _planned(figures: dict[str, Any]) -> Iterable[str]:
-    costs = figures["costs"]
-    hours = 24.0 / figures["rate"]["likely"]
-    yield f"{_many(figures['nodes'], 'node')}, {_many(figures['gpus'], 'GPU')}, a node fails once in {hours:,.6g} h"
-    durable = f", can be used after {seconds(costs['durable_s'])}" if costs["durable_s"] > costs["stall_s"] else ""
-    restart = f"a restart takes {seconds(costs['restart_s'])}"
-    yield f"a save holds training up for {seconds(costs['stall_s'])}{durable}; {restart}"
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
-def _counts(counts: dict[str, int]) -> str:
-    kinds = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
-    return f"{sum(counts.values())} ({kinds})" if counts else "none"
-
-
-def _interval(told: dict[str, Any], figures: dict[str, Any], seen: dict[str, Any] | None) -> Iterable[str]:
-    sure = ""
-    if told["mtbf_low_s"] < told["mtbf_high_s"]:
-        sure = f" (90 % sure: {_long(told['mtbf_low_s'])} to {_long(told['mtbf_high_s'])})"
-    yield f"the job fails once in {_long(told['mtbf_s'])}{sure}"
-    step_s = figures["costs"]["step_s"]
-    steps = f" ({max(1.0, _two_digits(told['interval_s'] / step_s)):,.0f} steps)" if seen and step_s else ""
-    line = f"best interval: {about(told['interval_s'])} of training{steps}; "
-    line += f"Young {about(told['young_s'])}, Daly {about(told['daly_s'])}"
-    if told["interval_low_s"] < told["interval_high_s"]:
-        line += f"; {about(told['interval_low_s'])} to {about(told['interval_high_s'])} within that range"
-    yield line
-    if told["is_least"]:
-        yield "  as often as can be: the formula would save more often still"
-
-
-def _guess(told: dict[str, Any], figures: dict[str, Any]) -> str:
-    """No figure that is not known, and no gain."""
-    now = "" if figures["interval_s"] is None else f" (now {about(figures['interval_s'])})"
-    low, high = about(told["interval_low_s"]), about(told["interval_high_s"])
-    return f"too little data for advice: somewhere between {low} and {high}{now}"
-
-
-SMALL_GAIN = 0.0005
-
-
-def _change(told: dict[str, Any], figures: dict[str, Any]) -> str:
-    """What to change, in a sentence."""
-    best = about(told["interval_s"])
-    if told["gain"] is None:
-        return f"save every {best}: {told['ettr_advised']:.1%} useful time"
-    now, useful = about(figures["interval_s"]), f"{told['ettr_now']:.1%} now, {told['ettr_advised']:.1%} then"
-    if told["gain"] < SMALL_GAIN:
-        return f"the interval is good as it is: {now}; {best} would gain less than 0.05 % ({useful})"
-    hours = f", {told['gpu_hours_a_day']:,.3g} GPU-hours a day" if figures["gpus"] else ""
-    change = f"save every {best} instead of {now}: +{told['gain']:.1%} useful time ({useful}){hours}"
-    return change if told["gain_low"] > 0.0 else f"{change}; at one end of the range it would gain nothing"
-
-
-def _spares(told: dict[str, Any], figures: dict[str, Any]) -> list[RenderableType]:
-    table = _table("spares", "time lost waiting for a node", "GPU-hours a day lost", "GPU-hours a day of idle spares")
-    each = figures["gpus"] / figures["nodes"]
-    for row in told["spares"]:
-        lost, idle = 24.0 * figures["gpus"] * row["waits"], 24.0 * each * row["spares"]
-        table.add_row(str(row["spares"]), f"{row['waits']:.2%}", f"{lost:,.1f}", f"{idle:,.0f}")
-    share, repair = f"{100 * figures['spare_share']:.3g} %", _long(figures["repair_s"])
-    few = told["spares_advised"]
-    advised = (
-        f"more than {told['spares'][-1]['spares']} spares" if few is None else f"{few} spare{'' if few == 1 else 's'}"
-    )
-    given = f"(a broken node is replaced after {repair}; --repair, --waiting)"
-    return [Text(f"to wait less than {share} of the time for a node: {advised} {given}"), table]
-
-
-def _advised(told: dict[str, Any]) -> str:
+def advised(told: dict[str, Any]) -> str:
     """The line of `status`."""
     hours = f", {told['gpu_hours_a_day']:,.3g} GPU-hours a day" if told["gpu_hours_a_day"] else ""
     change = f"save every {about(told['interval_s'])} instead of {about(told['interval_now_s'])}"
@@ -512,15 +363,15 @@ def _advised(told: dict[str, Any]) -> str:
 def about(value: float) -> str:
     """To two digits: `3.4 s`, `340 s`, `1,800 s`; from three hours on `5 h 20 min`."""
     if value >= 10_800:
-        return _long(value)
-    return f"{_two_digits(value):,.{0 if value >= 9.95 else 1 if value >= 0.95 else 2}f} s"
+        return long_time(value)
+    return f"{two_digits(value):,.{0 if value >= 9.95 else 1 if value >= 0.95 else 2}f} s"
 
 
-def _two_digits(value: float) -> float:
+def two_digits(value: float) -> float:
     return round(value, 1 - math.floor(math.log10(max(value, 0.1))))
 
 
-def _long(value: float) -> str:
+def long_time(value: float) -> str:
     """As `seconds`; from three days on in days."""
     return seconds(value) if value < 3 * 86_400 else f"{value / 86_400:,.1f} days"
 
@@ -539,9 +390,9 @@ def culprits_text(verdict: dict[str, Any] | None) -> str:
 
 def incidents(answer: dict[str, Any]) -> None:
     if not answer["incidents"]:
-        _print(Text(f"job {answer['job']}: no incidents"), *_pending(answer))
+        show(Text(f"job {answer['job']}: no incidents"), *_pending(answer))
         return
-    table = _table("incident", "at", "attempt", "class", "who", "sure", "lost", "what was done")
+    table = new_table("incident", "at", "attempt", "class", "who", "sure", "lost", "what was done")
     for one in answer["incidents"]:
         verdict = one["verdict"]
         table.add_row(
@@ -554,7 +405,7 @@ def incidents(answer: dict[str, Any]) -> None:
             seconds(one["lost_s"]),
             done_text(one),
         )
-    _print(table, *map(Text, recurrence_lines(answer["incidents"])), *_pending(answer))
+    show(table, *map(Text, recurrence_lines(answer["incidents"])), *_pending(answer))
 
 
 def why(answer: dict[str, Any]) -> None:
@@ -587,10 +438,27 @@ def why(answer: dict[str, Any]) -> None:
     if one["closed_at"]:
         parts.append(_field("closed", f"{clock(one['closed_at'])} {one['closed_why']}"))
     if one["seconds"]:
-        parts.append(_field("took", ", ".join(f"{phase} {seconds(took)}" for phase, took in one["seconds"].items())))
+        parts.append(_field("took", took_text(one["seconds"])))
     parts.append(_field("lost", seconds(one["lost_s"])))
     parts += [_field("kept in", _place(folder, answer.get("job_dir", ""))) for folder in one["folders"]]
-    _print(*parts)
+    show(*parts)
+
+
+PHASE_WORDS: Final = {
+    "detect": "until it was seen",
+    "diagnose": "to find the cause",
+    "decide": "to decide",
+    "stop": "to stop the ranks",
+    "rendezvous": "until all nodes met",
+    "start": "to start the ranks",
+    "first_step": "until the first step",
+}
+
+
+def took_text(phases: dict[str, float]) -> str:
+    """`2.10 s: 0.10 s until it was seen, 0.20 s to find the cause, ...`."""
+    each = ", ".join(f"{seconds(took)} {PHASE_WORDS.get(phase, phase)}" for phase, took in phases.items())
+    return f"{seconds(sum(phases.values()))}: {each}"
 
 
 def _place(folder: str, job_dir: str) -> str:
@@ -668,14 +536,14 @@ def timeline(answer: dict[str, Any]) -> None:
     for row in answer["rows"]:
         incident = f"{row['incident']}: " if row["incident"] else ""
         style = "bold" if row["loud"] else "" if row["kind"] == "note" else "dim" if row["detail"] else ""
-        _print(Text(f"{clock(row['at'])}  {incident}{row['text']}", style=style))
+        show(Text(f"{clock(row['at'])}  {incident}{row['text']}", style=style))
 
 
 def settings(answer: dict[str, Any]) -> None:
-    table = _table("key", "value", "from", "what it is")
+    table = new_table("key", "value", "from", "what it is")
     for row in answer["settings"]:
         table.add_row(row["key"], setting(row["value"]), row["from"], row["what"])
-    _print(table)
+    show(table)
 
 
 def setting(value: object) -> str:
@@ -691,13 +559,13 @@ def setting(value: object) -> str:
 
 def replay(answer: dict[str, Any]) -> None:
     for problem in answer["problems"]:
-        _print(Text(f"journal: {problem}"))
+        show(Text(f"journal: {problem}"))
     for difference in answer["differences"]:
-        _print(Text(f"event {difference['seq']}: {difference['text']}", style="bold"))
+        show(Text(f"event {difference['seq']}: {difference['text']}", style="bold"))
         for when in ("then", "now"):
             for action in difference[when]:
-                _print(Text(f"  {when:<5}{json.dumps(action)[:2000]}"))
-    _print(Text(f"{answer['events']} events, {len(answer['differences'])} decided differently"))
+                show(Text(f"  {when:<5}{json.dumps(action)[:2000]}"))
+    show(Text(f"{answer['events']} events, {len(answer['differences'])} decided differently"))
 
 
 MAX_EVENTS: Final = 100
@@ -734,7 +602,7 @@ def diagnosis(value: dict[str, Any]) -> None:
     if value["symptoms"]:
         fields.append(("symptoms", ", ".join(value["symptoms"])))
     lines, files = value["lines"], value["files"]
-    _print(
+    show(
         Text(clean_line(headline, SHOWN), style="bold"),
         *(Text("  ") + _field(name, clean_line(text, SHOWN)) for name, text in fields),
         *_lines("evidence", map(_evidence, value["evidence"])),
@@ -752,7 +620,7 @@ def diagnosis(value: dict[str, Any]) -> None:
 def rank_list(numbers: Iterable[int]) -> str:
     """`ranks 0-6, 9`."""
     found = list(numbers)
-    return f"rank{'s' if len(found) > 1 else ''} {_ranges(found, 12)}"
+    return f"rank{'s' if len(found) > 1 else ''} {ranges(found, 12)}"
 
 
 def _events(events: list[dict[str, Any]], left_out: int) -> list[RenderableType]:

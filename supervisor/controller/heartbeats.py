@@ -81,6 +81,8 @@ class _Seen:
     done: bool = False
     lost: bool = False
     quiet: bool = False
+    samples: tuple[RankSample, ...] = ()
+    """The newest ones of the newest attempt."""
 
 
 class _Heard:
@@ -155,6 +157,7 @@ class HeartbeatEvents:
         self._step: int | None = None
         self._step_at = 0.0
         """When it was made, by the clock of `now`."""
+        self._step_node = ""
         self._last_step: int | None = None
         self._told_step: int | None = None
         self._told_steps = 0
@@ -313,6 +316,14 @@ class HeartbeatEvents:
         count = self._count
         return Newest(self._attempt, self._step, self._step_at, self._last_step, self._broken, count.steps, count.step)
 
+    def is_first(self, node: str, most: int) -> bool:
+        """Whether the node is one of few that tell how far the job is: all of a small job, else who told the step."""
+        return len(self._nodes) <= most or node == self._step_node
+
+    def rank_samples(self) -> list[tuple[str, RankSample, float]]:
+        """Of the newest attempt, as they were heard last: node, sample, when."""
+        return [(node, sample, seen.heard_at) for node, seen in self._nodes.items() for sample in seen.samples]
+
     @property
     def snapshot(self) -> RankSnapshot | None:
         """The newest snapshot that all ranks of the newest attempt hold; that of one of them."""
@@ -454,6 +465,8 @@ class HeartbeatEvents:
         self._step = self._last_step = self._told_step = None
         self._told_at, self._moved, self._told_moved, self._told_steps = now, False, False, 0
         self._broken = False
+        for seen in self._nodes.values():
+            seen.samples = ()
         self._bad_since.clear()
         self._numbers_told = (False, 0.0)
         self._watching.clear()
@@ -470,7 +483,7 @@ class HeartbeatEvents:
             return
         for sample in beat.ranks:
             if sample.step is not None and (self._step is None or sample.step > self._step):
-                self._step, self._step_at = sample.step, now - sample.moved_age_s
+                self._step, self._step_at, self._step_node = sample.step, now - sample.moved_age_s, beat.node
             clock = sample.clock
             if clock is not None and (clock.steps, clock.step or 0) > (self._count.steps, self._count.step or 0):
                 self._count = _Count(clock.steps, now - clock.age_s, clock.step)
@@ -484,6 +497,7 @@ class HeartbeatEvents:
 
     def _look_at_ranks(self, beat: m.Heartbeat, seen: _Seen, now: float) -> None:
         seen.alive = False
+        seen.samples = beat.ranks
         for sample in beat.ranks:
             if sample.exit is None and sample.state != "X":  # X: gone together with its keeper, its exit is not known
                 seen.alive = True

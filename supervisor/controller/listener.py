@@ -29,6 +29,7 @@ from supervisor.messages import (
     Heartbeat,
     Hello,
     Refused,
+    WatchedNow,
     decode_agent_message,
     encode,
 )
@@ -331,6 +332,11 @@ class Connection(asyncio.Protocol):
         self._asked = (asked_at, heard_at) if self._is_full else None
         if not self._is_full:
             self._say(encode(ClockReply(asked_at=asked_at, heard_at=heard_at, told_at=time.time())))
+
+    def tell_watched(self, for_s: float) -> None:
+        """It does not matter if this is lost: the next heartbeat is answered, too."""
+        if not self._is_full:
+            self._say(encode(WatchedNow(for_s=for_s)))
 
     def _say(self, message: bytes) -> None:
         if self._session is not None and not self._ends:

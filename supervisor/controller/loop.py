@@ -191,6 +191,10 @@ QUEUE_LIMIT, QUEUE_LIMIT_A_NODE = 20_000, 32
 they repeat themselves. A node that says `done` is always heard."""
 CATCH_UP_S = 5.0
 """After the controller itself was stopped or its journal hung: agents get so long to be heard before one is missed."""
+WATCHED_S = 3.0
+"""Somebody who has asked for the status looks at the job for so long."""
+WATCHED_NODES = 64
+"""In a larger job only the node that tells the step is asked for more heartbeats."""
 UNHEARD_S = 120.0
 """A node that an earlier controller knew and this one never heard of is lost after this."""
 UNHEARD_AFRESH_S = 20.0
@@ -259,6 +263,7 @@ class ControlLoop:
         self.memory: MemoryWatch | None = None
         self.notifier: Notifier | None = None
         """Keeps past incidents; set before `run`."""
+        self._watched_until = 0.0
         self._deaf_until = 0.0
         self._quiet_until = 0.0
         self._last_heard = time.monotonic()
@@ -348,6 +353,8 @@ class ControlLoop:
         epoch, version, text = self._assignments.get(heartbeat.node, (0, 0, b""))
         if text and (epoch, version) != (heartbeat.epoch, heartbeat.version):
             connection.send(text)  # it does not hold the newest yet; one that does need not hear it again
+        if time.monotonic() < self._watched_until and self.watch.is_first(heartbeat.node, WATCHED_NODES):
+            connection.tell_watched(WATCHED_S)
 
     def gone(self, connection: Connection) -> None:
         """Its socket closed. Nothing is concluded from that: silence is measured by the watch."""
@@ -422,6 +429,8 @@ class ControlLoop:
 
     def view(self, name: str) -> Callable[[], dict[str, object]]:
         """Reads it now; what it gives makes the answer, in a thread."""
+        if name == "status":
+            self._watched_until = time.monotonic() + WATCHED_S
         return self._view(name, self)
 
     async def timeline(self, since: int) -> dict[str, object]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import datetime
 import enum
 import functools
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from diagnosis.incident import Verdict
-from diagnosis.signals import rank_names
+from diagnosis.signals import RankSample, rank_names
 from diagnosis.taxonomy import TAXONOMY
 from recovery.snapshot_choice import one_world
 from supervisor import messages as m
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
     from supervisor.job.attempts import Attempt
     from supervisor.job.job import Job
-    from supervisor.view import IncidentView, JobView
+    from supervisor.view import IncidentView, JobView, StoryLine
 
 # ----- dry runs -----
 
@@ -95,14 +96,56 @@ def fold(where: Path) -> Folded:
     return Folded(job, history, failures)
 
 
-def status_of(view: JobView, controller: dict[str, object] | None, advice: JobAdvice | None = None) -> dict[str, Any]:
+STORY_SHOWN = 30
+RANKS_SHOWN = 64
+
+
+def status_of(
+    view: JobView,
+    controller: dict[str, object] | None,
+    advice: JobAdvice | None = None,
+    story: Iterable[StoryLine] = (),
+) -> dict[str, Any]:
     """`unbroken status --json`; `controller` is None when none answers (the journal was read instead)."""
     status: dict[str, Any] = plain(view)
     incidents = view.incidents
     status["incidents"] = [_brief(incident) for incident in incidents[-5:]]
     status["controller"] = controller
     status["advice"] = _worth_telling(advice)
+    status["story"] = plain(list(story)[-STORY_SHOWN:])
+    status["ranks"] = []
     return status
+
+
+def rank_rows(samples: Sequence[tuple[str, RankSample, float]], now: float) -> list[dict[str, Any]]:
+    """What each rank does; of many, those that have ended, stand or are behind."""
+
+    def trouble(one: tuple[str, RankSample, float]) -> tuple[bool, bool, int, float]:
+        sample = one[1]
+        fine = sample.stopped_s is None and (sample.exit is None or not sample.exit.failed)
+        return fine, sample.step is None, sample.step or 0, one[2] - sample.moved_age_s
+
+    chosen = heapq.nsmallest(RANKS_SHOWN, samples, key=trouble) if len(samples) > RANKS_SHOWN else samples
+    return [
+        {
+            "rank": sample.rank,
+            "node": node,
+            "step": sample.step,
+            "quiet_s": None if sample.exit is not None else round(max(0.0, now - heard_at + sample.moved_age_s), 1),
+            "text": _doing(sample),
+        }
+        for node, sample, heard_at in sorted(chosen, key=lambda one: one[1].rank)
+    ]
+
+
+def _doing(sample: RankSample) -> str:
+    if sample.exit is not None:
+        return sample.exit.how.removeprefix("was ") + (", by unbroken" if sample.exit.stopped_by_us else "")
+    if sample.stopped_s is not None:
+        return "stopped"
+    if sample.waiting_s is not None:
+        return "waits in a collective"
+    return sample.phase
 
 
 def _worth_telling(told: JobAdvice | None) -> dict[str, Any] | None:
@@ -175,9 +218,11 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
         view = msgspec.structs.replace(view, state="DIAGNOSING", waiting=waiting)
     advice = loop.advice.of(job, now)
     offsets = {name: connection.clock_offset_s for name, connection in loop.connections.items()}
+    story, samples = list(job.story)[-STORY_SHOWN:], loop.watch.rank_samples()
 
     def status() -> dict[str, object]:
-        told = status_of(view, {"epoch": epoch, "agents": sorted(agents), "journal": stall or "ok"}, advice)
+        told = status_of(view, {"epoch": epoch, "agents": sorted(agents), "journal": stall or "ok"}, advice, story)
+        told["ranks"] = rank_rows(samples, now)
         if held is not None:
             written_at = rfc3339(utc(held.at))
             told["snapshot"] = {"attempt": held.attempt, "step": held.step, "ranks": held.world, "at": written_at}

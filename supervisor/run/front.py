@@ -335,7 +335,7 @@ def _introduction(prepared: Prepared) -> list[str]:
     where = shlex.quote(str(prepared.job_dir))
     return [
         f"job {prepared.plan.spec.name} in {prepared.job_dir}",
-        f"to watch it: unbroken status --job-dir {where} (or watch, why, timeline)",
+        f"to watch it: unbroken watch --job-dir {where} (or page, status, why last)",
     ]
 
 

@@ -21,7 +21,7 @@ from supervisor.view import JobView
 
 SCHEMAS: dict[str, Any] = {
     "agent_message": messages.AgentMessage,
-    "controller_message": messages.ControllerMessage | messages.ClockReply,
+    "controller_message": messages.ControllerMessage | messages.ClockReply | messages.WatchedNow,
     "event": messages.AnyEvent,
     "action": messages.Action,
     "journal_record": journal.Record,

@@ -477,3 +477,13 @@ def test_ranks_that_wait_for_data_are_told(nodes: Nodes) -> None:
         told += nodes.tick(second, second + 1)
     (waits,) = (event for event in told if isinstance(event, m.InputWaitSeen))
     assert (waits.attempt, waits.ranks, waits.count, waits.share) == (1, (0,), 1, 0.4)
+
+
+def test_who_tells_the_step_and_what_each_rank_does(nodes: Nodes) -> None:
+    for number in range(70):
+        nodes.beat(1.0, node=f"n{number}", attempt=1, ranks=(sample(number, step=number % 50),))
+    assert [node for node in ("n0", "n49", "n69") if nodes.observer.is_first(node, 64)] == ["n49"]
+    assert nodes.observer.is_first("n0", 70)
+    assert len(nodes.observer.rank_samples()) == 70
+    nodes.beat(2.0, node="n7", attempt=2, ranks=(sample(7),))
+    assert [(node, one.rank) for node, one, _ in nodes.observer.rank_samples()] == [("n7", 7)]

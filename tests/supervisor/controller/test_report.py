@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from diagnosis.incident import Verdict
+from diagnosis.signals import ExitRecord, RankSample
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, open_journal, read_history
-from supervisor.controller.report import dry_run, live_view
+from supervisor.controller.report import RANKS_SHOWN, dry_run, live_view, rank_rows
 from supervisor.job.advice import OnlineAdvice
 
 
@@ -32,7 +33,7 @@ def shown(make_driver: Any) -> Any:
             connections={},
             stall=stall,
             job=driver.job,
-            watch=SimpleNamespace(newest=newest, snapshot=None),
+            watch=SimpleNamespace(newest=newest, snapshot=None, rank_samples=list),
             clock=SimpleNamespace(now=lambda: driver.now),
             advice=OnlineAdvice(),
         )
@@ -113,3 +114,19 @@ def test_what_would_be_refused_is_said(ask: Any) -> None:
     found = ask("approve", "i-9")
     assert found["refused"]
     assert "nothing waits for approval" in found["would"]
+
+
+def test_of_many_ranks_those_with_trouble_are_told() -> None:
+    def sample(rank: int, **given: Any) -> RankSample:
+        return RankSample(**{"rank": rank, "local_rank": 0, "pid": 1, "step": 50, **given})
+
+    killed = ExitRecord(rank=300, local_rank=0, pid=1, code=None, signal=9, ended_at=1.0)
+    samples = [("n0", sample(rank), 10.0) for rank in range(500)]
+    samples[300] = ("n1", sample(300, exit=killed), 10.0)
+    samples[301] = ("n1", sample(301, stopped_s=3.0), 10.0)
+    samples[302] = ("n1", sample(302, step=7, waiting_s=2.0, moved_age_s=4.0), 10.0)
+    rows = {row["rank"]: row for row in rank_rows(samples, 11.0)}
+    assert len(rows) == RANKS_SHOWN
+    assert (rows[300]["quiet_s"], rows[300]["text"]) == (None, "killed by SIGKILL")
+    assert rows[301]["text"] == "stopped"
+    assert (rows[302]["step"], rows[302]["quiet_s"], rows[302]["text"]) == (7, 5.0, "waits in a collective")
