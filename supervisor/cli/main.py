@@ -7,6 +7,7 @@ stderr and an exit code.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
