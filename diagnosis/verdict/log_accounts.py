@@ -391,7 +391,8 @@ def last_counted(lines: Sequence[str]) -> int | None:
     for end in range(len(said), COUNTED - 1, -1):
         run = [text for _, text in said[end - COUNTED : end]]
         if len({_DIGITS.sub("", text) for text in run}) == 1 and _WAITS.search(run[0]) is None:
-            columns = zip(*(map(int, _DIGITS.findall(text)) for text in run), strict=True)
+            # A number of many digits counts as several: lines may differ in how many they have.
+            columns = zip(*(map(int, _DIGITS.findall(text)) for text in run), strict=False)
             if any(
                 len({after - before for before, after in itertools.pairwise(one)}) == 1 and one[0] < one[1]
                 for one in columns

@@ -138,3 +138,10 @@ def test_without_shared_steps_nothing_is_known():
         "b": 0.0,
     }
     assert log_accounts.aligned([]) == []
+
+
+def test_numbers_of_many_digits_are_no_error() -> None:
+    lines = [f"epoch: 2 loss: 0.0{at}" for at in range(7)]
+    assert log_accounts.last_counted([*lines, "epoch: 2 loss: 0.0028811171650886536"]) is None
+    counted = [f"batch {at} of 50, loss 0.00288111716508865{10 ** (at % 3)}" for at in range(8)]
+    assert log_accounts.last_counted(counted) == 7
