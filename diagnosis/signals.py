@@ -240,6 +240,10 @@ class RankSample(Frozen, frozen=True, kw_only=True):
     """So many of its newest reports in a row had a loss (or, for long, a gradient norm) that is no number."""
     bad_since: int | None = None
     """The step of the first of them, where it is known."""
+    loss: float | None = None
+    """The newest finite loss that it told in this attempt. It is only shown."""
+    loss_step: int | None = None
+    """The step of it, where it is known."""
     watches_loss: bool = False
     """It tells its loss again and again: an alarm would be seen."""
     loss_alarm: LossAlarm | None = None

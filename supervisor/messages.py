@@ -492,6 +492,10 @@ class Progressed(Event, frozen=True, kw_only=True, tag="progressed"):
     """When the newest of them was made."""
     counted_step: int | None = None
     """Which step of the run that is, where the output and the clock go together."""
+    loss: float | None = None
+    """The newest finite loss that the first rank that tells one has told. It is only shown."""
+    loss_step: int | None = None
+    """The step of it, where it is known."""
 
 
 class RankEnded(Event, frozen=True, kw_only=True, tag="rank_ended"):

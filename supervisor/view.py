@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from diagnosis.flight.who_waits import WaitGraph
 from diagnosis.incident import Opinion, Verdict
 from diagnosis.signals import Frozen
 from recovery.checkpoint import Judgement, RankLayout, Resume
@@ -114,6 +115,8 @@ class IncidentView(Frozen, frozen=True, kw_only=True):
     """What it has in common with earlier incidents (docs/incident-memory.md); only where there are any."""
     corrections: tuple[Correction, ...] | msgspec.UnsetType = msgspec.UNSET
     """What operators say that it was, the newest last; only where there are any."""
+    waits: WaitGraph | msgspec.UnsetType = msgspec.UNSET
+    """Of a hang: who waits for whom; only where somebody does."""
 
 
 class HoldView(Frozen, frozen=True, kw_only=True):
@@ -324,6 +327,33 @@ class HungView(Frozen, frozen=True, kw_only=True):
     text: str
 
 
+class CurvePoint(Frozen, frozen=True, kw_only=True):
+    at: datetime.datetime
+    attempt: int
+    step: int | None
+    loss: float | None
+    """None: none was told since the point before."""
+
+
+class CurveMark(Frozen, frozen=True, kw_only=True):
+    at: datetime.datetime
+    kind: str
+    """`attempt`: another one goes on; `back`: the same, from an earlier step; `nan`, `spike`, `divergence`: what is
+    wrong with the loss from then on; `well`: nothing any more."""
+    step: int | None
+    text: str
+    """In words."""
+
+
+class CurveView(Frozen, frozen=True, kw_only=True):
+    """Steps and loss of the whole job."""
+
+    points: tuple[CurvePoint, ...]
+    """Oldest first, at most 720: of a long job the lowest and highest losses stay."""
+    marks: tuple[CurveMark, ...]
+    """At most the newest 200."""
+
+
 class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     schema: int = 1
     name: str
@@ -397,3 +427,5 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """Of idle nodes by themselves, the newest of each; only where there were any."""
     restart: RestartView | None = None
     """What a restart would resume from now, and lose; None: the job has ended."""
+    loss: float | msgspec.UnsetType = msgspec.UNSET
+    """The newest finite loss of this attempt; only where the output tells one."""

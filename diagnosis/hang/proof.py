@@ -287,6 +287,7 @@ def _report(scene: Scene, kind: Proof, ranks: Iterable[int], why: str) -> HangRe
         limit_s=0.0,
         phase="",
         why=why,
+        waiting=sum(1 for number, rank in scene.ranks.items() if rank.waits and number not in named),
         place=_where(first) if first is not None and first.stack is not None else "",
         places=remembered(first) if first is not None else (),
     )

@@ -81,6 +81,8 @@ class LossWatch:
         self.alarm: LossAlarm | None = None
         self.count = 0
         """Values so far."""
+        self.newest: tuple[int | None, float] | None = None
+        """Step and value of the newest one of this attempt, good or not."""
         self._values: deque[tuple[int | None, float]] = deque(maxlen=WINDOW)
         """Step and logarithm of good values."""
         self._rates: deque[float] = deque(maxlen=WINDOW)
@@ -111,6 +113,7 @@ class LossWatch:
         """One more value, finite or not; several of one step count once. `rate`: the learning rate beside it."""
         if not math.isfinite(value):
             return  # that is for the count of bad reports (`StepReader.bad_reports`)
+        self.newest = step, value
         if self._began_again and step is None and self._unplaced < FIRST:
             self._unplaced += 1  # a counter is believed once it has grown: the first lines of an attempt have no step
             return
@@ -128,7 +131,7 @@ class LossWatch:
 
     def begin_again(self) -> None:
         """The next value is of a new attempt: it goes on from an earlier step, with the level that it had there."""
-        self.alarm = None
+        self.alarm = self.newest = None
         self._pending, self._pending_step = [], None
         self._end_run()
         self._began_again, self._unplaced = True, 0

@@ -339,6 +339,11 @@ class LossCurves:
     def alarm(self) -> LossAlarm | None:
         return None if self._best is None else self._best.alarm
 
+    @property
+    def newest(self) -> tuple[int | None, float] | None:
+        """Step and value of the newest loss of this attempt."""
+        return None if self._best is None else self._best.newest
+
 
 class StepReader:
     """Reads one stream. All properties are the newest values."""

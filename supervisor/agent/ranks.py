@@ -339,6 +339,7 @@ class RankTracker:
         beacon = self._newest
         phases = [beacon.phase, *(reader.phase for reader in self._steps)]
         worst = max(self._steps, key=lambda reader: reader.bad_reports, default=None)
+        loss_step, loss = next((one.newest for one in self.curves if one.newest is not None), (None, None))
         return RankSample(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -357,6 +358,8 @@ class RankTracker:
             phase=next((phase for phase in phases if phase), ""),
             bad_reports=max(worst.bad_reports if worst is not None else 0, len(self._told_bad)),
             bad_since=worst.bad_since if worst is not None and worst.bad_reports else next(iter(self._told_bad), None),
+            loss=loss,
+            loss_step=loss_step,
             watches_loss=any(curves.watched for curves in self.curves),
             loss_alarm=self._loss_alarm(),
             world=beacon.world,

@@ -162,6 +162,13 @@ def incidents_from_journal(where: Path) -> dict[str, Any]:
     return incidents_of(fold(where).job.view())
 
 
+def curve_from_journal(where: Path) -> dict[str, Any]:
+    from supervisor.controller.report import curve_of, fold
+
+    job = fold(where).job
+    return curve_of(job.spec.name, job.curve.view())
+
+
 def timeline_from_journal(where: Path) -> dict[str, Any]:
     from supervisor.controller.journal import read_history
     from supervisor.controller.report import timeline_rows

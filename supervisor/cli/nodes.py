@@ -105,17 +105,21 @@ def nodes(node: str, as_json: bool) -> None:
     State, score, and why; with NODE all that is known of it. Needs the ledger of all jobs (`ledger.folder`), and no
     job. A node that fails again and again is shown as a lemon: nothing is done about it by itself.
     """
+    print_answer(ledger_answer(node), as_json, _show_node if node else _show_all)
+
+
+def ledger_answer(node: str = "") -> dict[str, Any]:
+    """What the ledger knows of all nodes, or all that it knows of one. Raises UnbrokenError."""
     ledger, now = open_ledger(), time.time()
     known = records(ledger, now)
     if node and node not in known:
         raise UnbrokenError(f"the ledger in {ledger.folder} does not know {node}", ExitCode.UNKNOWN_NODE)
     shown = [known[node]] if node else sorted(known.values(), key=_first)
-    answer = {
+    return {
         "schema": 1,
         "now": rfc3339(utc(now)),
         "nodes": [_node(one, whole=bool(node)) for one in shown],
     }
-    print_answer(answer, as_json, _show_node if node else _show_all)
 
 
 def _first(record: NodeRecord) -> tuple[bool, bool, float, str]:

@@ -21,12 +21,14 @@ import msgspec
 
 from supervisor.cli.job_commands import (
     JobHandle,
+    curve_from_journal,
     dry_run_answer,
     incidents_from_journal,
     send,
     status_from_journal,
     timeline_from_journal,
 )
+from supervisor.cli.nodes import ledger_answer
 from supervisor.cli.output import operator_name
 from supervisor.errors import CommandDenied, ControllerUnreachable, UnbrokenError
 from supervisor.messages import CommandRequest
@@ -35,6 +37,7 @@ FILES = Path(__file__).with_name("page_files")
 CONTENT = {
     "": ("page.html", "text/html"),
     "page.js": ("page.js", "text/javascript"),
+    "charts.js": ("charts.js", "text/javascript"),
     "page.css": ("page.css", "text/css"),
 }
 LOOK_EVERY_S = 0.5
@@ -46,6 +49,8 @@ ALIVE_EVERY_S = 10.0
 SOCKET_S = 30.0
 BODY_BYTES = 64 << 10
 STREAMS = 32
+AUDIT = ("override_given",)
+"""Kinds of rows that tell who asked for what, also where another row tells what came of it."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 HEADERS = {
     "Cache-Control": "no-store",
@@ -95,10 +100,19 @@ class JobReader:
     def incidents(self, _: int) -> dict[str, Any]:
         return self.read("/v1/incidents", incidents_from_journal)
 
+    def curve(self, _: int) -> dict[str, Any]:
+        return self.read("/v1/curve", curve_from_journal)
+
+    def ledger(self, _: int) -> dict[str, Any]:
+        """The nodes of which there is something to tell, at most 200."""
+        answer = ledger_answer()
+        told = [one for one in answer["nodes"] if one["cordons"] or one["proposals"] or one["lemon"] or one["score"]]
+        return {**answer, "nodes": told[:200], "left_out": len(answer["nodes"]) - len(told[:200])}
+
     def timeline(self, since: int) -> dict[str, Any]:
-        """Rows after `since`, without details; at most the newest 2,000."""
+        """Rows after `since`, without details but for commands; at most the newest 2,000."""
         answer = self.read(f"/v1/timeline?since={since}", timeline_from_journal)
-        rows = [row for row in answer["rows"] if row["seq"] > since and not row["detail"]]
+        rows = [row for row in answer["rows"] if row["seq"] > since and (not row["detail"] or row["kind"] in AUDIT)]
         return {**answer, "rows": rows[-2000:]}
 
     def act(self, asked: PageCommand) -> dict[str, Any]:
@@ -128,8 +142,11 @@ class Feed:
     def parts(self) -> Iterator[dict[str, bytes]]:
         """What has changed since the last part, event by event; empty when nothing has for a while."""
         with self._changed:
-            if self._watchers >= STREAMS:
-                return
+            full = self._watchers >= STREAMS
+        if full:
+            yield {"problem": msgspec.json.encode(f"{STREAMS} pages of this job are open: close some of them")}
+            return
+        with self._changed:
             self._watchers += 1
             if not self._reading:
                 self._reading = True
@@ -213,6 +230,8 @@ class _Requests(BaseHTTPRequestHandler):
         answers: dict[str, Callable[[int], dict[str, Any]]] = {
             "api/incidents": self.server.reader.incidents,
             "api/timeline": self.server.reader.timeline,
+            "api/curve": self.server.reader.curve,
+            "api/ledger": self.server.reader.ledger,
         }
         if path is None:
             self._give(

@@ -128,6 +128,7 @@ class Newest(NamedTuple):
     counted: int = 0
     counted_step: int | None = None
     """As in `Progressed`."""
+    loss: float | None = None
 
 
 class _Count(NamedTuple):
@@ -136,6 +137,14 @@ class _Count(NamedTuple):
     steps: int = 0
     at: float = 0.0
     step: int | None = None
+
+
+class _Loss(NamedTuple):
+    """The newest loss of one rank."""
+
+    rank: int
+    step: int | None
+    value: float
 
 
 class HeartbeatEvents:
@@ -165,6 +174,7 @@ class HeartbeatEvents:
         self._moved = False
         self._told_moved = False
         self._broken = False
+        self._loss_now: _Loss | None = None
         self._bad_since: dict[int, int | None] = {}
         """Ranks whose newest loss is no number -> the step from which on."""
         self._numbers_told = (False, 0.0)
@@ -314,7 +324,10 @@ class HeartbeatEvents:
     def newest(self) -> Newest:
         """Fresher than what the job was told."""
         count = self._count
-        return Newest(self._attempt, self._step, self._step_at, self._last_step, self._broken, count.steps, count.step)
+        loss = None if self._loss_now is None else self._loss_now.value
+        return Newest(
+            self._attempt, self._step, self._step_at, self._last_step, self._broken, count.steps, count.step, loss
+        )
 
     def is_first(self, node: str, most: int) -> bool:
         """Whether the node is one of few that tell how far the job is: all of a small job, else who told the step."""
@@ -467,6 +480,7 @@ class HeartbeatEvents:
         self._broken = False
         for seen in self._nodes.values():
             seen.samples = ()
+        self._loss_now = None
         self._bad_since.clear()
         self._numbers_told = (False, 0.0)
         self._watching.clear()
@@ -515,6 +529,9 @@ class HeartbeatEvents:
             if sample.watches_loss:
                 self._watching.add(sample.rank)
             self._note_alarm(sample.rank, sample.loss_alarm)
+            if sample.loss is not None and (self._loss_now is None or sample.rank <= self._loss_now.rank):
+                told = _Loss(sample.rank, sample.loss_step, sample.loss)  # each rank has losses of its own
+                self._loss_now = None if sample.bad_reports else told
 
     def _note_alarm(self, rank: int, alarm: LossAlarm | None) -> None:
         before = self._alarms.pop(rank, None)
@@ -548,6 +565,8 @@ class HeartbeatEvents:
             counted=self._count.steps,
             counted_at=round(min(now, self._count.at), 3) if self._count.steps else None,
             counted_step=self._count.step,
+            loss=None if self._loss_now is None else self._loss_now.value,
+            loss_step=None if self._loss_now is None else self._loss_now.step,
         )
         events.append(told)
         self._told_count = self._count

@@ -15,7 +15,7 @@ from supervisor.controller.report import TIMES
 from supervisor.controller.routes import ROUTES, Route
 from supervisor.job.advice import JobAdvice
 from supervisor.messages import PROTOCOL, CommandRequest
-from supervisor.view import IncidentView, JobView
+from supervisor.view import CurveView, IncidentView, JobView
 from supervisor.wire.access import COMMANDS, DRY_RUN, RULES, TOKEN_HEADER
 from supervisor.wire.authentication import AGENT_PATH, CHALLENGE_HEADER, CHALLENGE_PATH, PROOF_HEADER
 
@@ -62,6 +62,11 @@ class IncidentsAnswer(msgspec.Struct, kw_only=True):
     incidents: tuple[IncidentView, ...]
 
 
+class CurveAnswer(CurveView, kw_only=True, frozen=True):
+    schema: Literal[1]
+    job: str
+
+
 class AdviceAnswer(JobAdvice, kw_only=True, frozen=True):
     schema: Literal[1]
     job: str
@@ -105,6 +110,7 @@ ANSWERS: Final[dict[str, type]] = {
     CHALLENGE_PATH: ChallengeAnswer,
     "/v1/status": StatusAnswer,
     "/v1/incidents": IncidentsAnswer,
+    "/v1/curve": CurveAnswer,
     "/v1/advice": AdviceAnswer,
     "/v1/timeline": TimelineAnswer,
     "/v1/override": CommandAnswer,

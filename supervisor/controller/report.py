@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
     from supervisor.job.attempts import Attempt
     from supervisor.job.job import Job
-    from supervisor.view import IncidentView, JobView, StoryLine
+    from supervisor.view import CurveView, IncidentView, JobView, StoryLine
 
 # ----- dry runs -----
 
@@ -190,8 +190,13 @@ def incidents_of(view: JobView) -> dict[str, Any]:
     }
 
 
+def curve_of(name: str, curve: CurveView) -> dict[str, Any]:
+    """Steps and loss of the whole job (`/v1/curve`)."""
+    return {"schema": SCHEMA, "job": name, **plain(curve)}
+
+
 def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
-    """What the endpoints `healthz`, `status`, `incidents` and `advice` of a running controller answer.
+    """What the endpoints `healthz`, `status`, `incidents`, `curve` and `advice` of a running controller answer.
 
     What is read is read now; to make the answer of it takes longer, and may be done in a thread.
     """
@@ -201,11 +206,14 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
     job, now = loop.job, loop.clock.now()
     if name == "advice":
         return functools.partial(advice_answer, job.spec.name, loop.advice.of(job, now))
+    if name == "curve":
+        return functools.partial(curve_of, job.spec.name, job.curve.view())
     newest, held = loop.watch.newest, loop.watch.snapshot
     view: JobView = job.view(now, None if held is None else one_world(held))
     if newest.attempt == view.attempt:
         # The job hears of a step every 10 s, which is journalled; readers see the newest heartbeat's.
-        view = msgspec.structs.replace(view, counted=max(view.counted, newest.counted))
+        loss = view.loss if newest.loss is None else newest.loss
+        view = msgspec.structs.replace(view, counted=max(view.counted, newest.counted), loss=loss)
         if newest.step is not None and newest.step > (-1 if view.step is None else view.step):
             view = msgspec.structs.replace(view, step=newest.step, last_step=newest.last_step, step_from="output")
         if view.step is not None and newest.counted_step is not None and newest.counted_step >= view.step:

@@ -40,6 +40,7 @@ ROUTES: Final = (
     Route("GET", AGENT_PATH, "admin", "The WebSocket of agents, for the job's own token", refusals=(426,)),
     Route("GET", "/v1/status", "read", "What `unbroken status --json` prints"),
     Route("GET", "/v1/incidents", "read", "What `unbroken incidents --json` prints"),
+    Route("GET", "/v1/curve", "read", "Steps and loss of the whole job"),
     Route("GET", "/v1/advice", "read", "What `unbroken advise --json` prints"),
     Route(
         "GET",

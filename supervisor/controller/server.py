@@ -103,6 +103,7 @@ class Server:
             AGENT_PATH: self._agent,
             "/v1/status": self._view,
             "/v1/incidents": self._view,
+            "/v1/curve": self._view,
             "/v1/advice": self._view,
             "/v1/timeline": self._timeline,
             COMMAND_PATH: self._command,

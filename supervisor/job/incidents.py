@@ -23,6 +23,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from diagnosis.flight.who_waits import WaitGraph, who_waits
 from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict
 from diagnosis.signals import Evidence, Finding, NodeEvidence, rank_names
 from diagnosis.taxonomy import FailureClass
@@ -113,6 +114,8 @@ class IncidentRecord:
     stood_still: bool = False
     """A proven hang that was left alone: the time until progress came back, or the job ended, was lost."""
     verdict: Verdict | None = None
+    waits: WaitGraph | None = None
+    """Of a hang: who waits for whom. No decision uses it."""
     plan: Plan | None = None
     attempt_under_review: Attempt | None = None
     """The attempt that broke, from the verdict on, while late evidence may still change that verdict."""
@@ -255,6 +258,7 @@ class IncidentRecord:
             opinion_wanted=self.opinion_wanted,
             recurrences=self.recurrences or msgspec.UNSET,
             corrections=tuple(self.corrections) or msgspec.UNSET,
+            waits=self.waits if self.waits is not None else msgspec.UNSET,
         )
 
 
@@ -716,6 +720,7 @@ class Incidents:
         assert attempt is not None
         record = yield from self._open(want, attempt)
         record.verdict = self._verdict(record, attempt, () if then == "cured" else attempt.evidence.values())
+        record.waits = _waits(record, record.verdict, attempt.world_size)
         record.mark("diagnose", self._core.now)
         record.plan = Plan(kind="ignore", why=why, counts=False)
         record.further_failures = further
@@ -930,6 +935,7 @@ class Incidents:
         now = self._core.now
         record.step = attempt.step
         record.verdict = verdict = self._verdict(record, attempt)
+        record.waits = _waits(record, verdict, attempt.world_size)
         record.mark("diagnose", now)
         loud = self._launcher_code(record) is None  # torchrun has said itself what is wrong
         said = _of_verdict(verdict)
@@ -1541,6 +1547,19 @@ class Incidents:
             action="requeue",
         )
         record.mark("diagnose", core.now)
+
+
+def _waits(record: IncidentRecord, verdict: Verdict, world: int) -> WaitGraph | None:
+    """It is only shown: what is wrong with it must not keep the run from coming back."""
+    if record.hang is None:
+        return None
+    flights = [one for piece in record.evidence for one in piece.flights]
+    stacks = [one for piece in record.evidence for one in piece.stacks]
+    suspects = {culprit.rank for culprit in verdict.culprits if culprit.rank is not None}
+    try:
+        return who_waits(flights, stacks, record.hang, suspects or set(record.hang.ranks), world)
+    except Exception:  # dumps are what a broken process wrote
+        return None
 
 
 def _of_verdict(verdict: Verdict) -> dict[str, Any]:

@@ -91,6 +91,7 @@ from supervisor.job.core import (
     Wants,
     cancel,
 )
+from supervisor.job.curve import TrainingCurve
 from supervisor.job.degraded import Degraded
 from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Conclude, Incidents
@@ -188,6 +189,8 @@ class Job:
         self.degraded = Degraded(core, attempts, self.incidents)
         self.replicas = ReplicaGuard(core, attempts, self.incidents)
         self.guard = LossGuard(core, attempts, self.incidents, self.replicas)
+        self.curve = TrainingCurve()
+        """Only told."""
         self.traces = Traces(core, nodes, attempts)
         self.operator = Operator(
             core,
@@ -265,8 +268,8 @@ class Job:
             m.HangConfirmed: self.hangs.confirmed,
             m.RankWakeWanted: self.hangs.wake_wanted,
             m.SilenceSeen: self.hangs.silence_seen,
-            m.NumbersSeen: self.degraded.numbers_seen,
-            m.LossSeen: self.guard.seen,
+            m.NumbersSeen: self._numbers_seen,
+            m.LossSeen: self._loss_seen,
             m.ReplicasDiffer: self.replicas.differ,
             m.SnapshotSeen: self.attempts.mirrors.seen,
             m.PaceLearned: self._pace_learned,
@@ -665,8 +668,17 @@ class Job:
     def _progressed(self, event: m.Progressed) -> Wants:
         yield from self.attempts.progressed(event)
         self.saves.progressed(self.attempts.live(event.attempt))
+        self.curve.progressed(event)
         yield from self.hangs.progressed(event)
         yield from self.degraded.progressed(event)
+
+    def _numbers_seen(self, event: m.NumbersSeen) -> Wants:
+        self.curve.numbers_seen(event)
+        yield from self.degraded.numbers_seen(event)
+
+    def _loss_seen(self, event: m.LossSeen) -> Wants:
+        self.curve.loss_seen(event)
+        yield from self.guard.seen(event)
 
     def _checkpoints_seen(self, event: m.CheckpointsSeen) -> Wants:
         self.saves.checkpoints_seen(event, self.attempt)

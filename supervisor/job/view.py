@@ -17,6 +17,7 @@ from recovery.tiers import MIRRORS
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempt, Attempts
 from supervisor.job.core import Core
+from supervisor.job.curve import TrainingCurve
 from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Incidents
 from supervisor.job.node_tests import NodeTests
@@ -71,6 +72,7 @@ class Parts(Protocol):
     skew: tuple[Difference, ...]
     stragglers: StragglersSeen | None
     input_wait: InputWaitSeen | None
+    curve: TrainingCurve
 
 
 def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = None) -> JobView:
@@ -131,6 +133,7 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         tests=job.tests.view() or msgspec.UNSET,
         swaps=job.swaps.view(now) if job.swaps.proposed and not core.is_over else msgspec.UNSET,
         restart=_restart(job, now, held),
+        loss=job.curve.loss_of(attempt.number if attempt else 0),
         tiers=_tiers(job.tiers) if job.tiers.are_on else msgspec.UNSET,
         left=_left(job.tiers) or msgspec.UNSET,
         mirrored_snapshot=_mirrored(attempts),

@@ -2,7 +2,7 @@
 // Everything that comes from the job is text: it is set by textContent and never becomes markup.
 
 const at = (id) => document.getElementById(id);
-const now = { status: null, nodes: [], checkpoints: [], incidents: [], rows: [], seq: 0, steps: [], chosen: "" };
+const now = { status: null, nodes: [], checkpoints: [], incidents: [], rows: [], seq: 0, steps: [], chosen: "", curve: { points: [], marks: [] }, points: [], read: [], chosen_point: null };
 const COLOURS = { ACTIVE: "good", RUNNING: "good", SUCCEEDED: "good", FAILED: "bad", HUNG: "bad", LOST: "bad", DIAGNOSING: "warn", RECOVERING: "warn", STARTING: "warn", STOPPED: "idle", IDLE: "idle" };
 const PHASES = ["detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_step"];
 const PHASE_COLOURS = ["#7b8794", "#9c6ade", "#2f80ed", "#b3261e", "#d98200", "#1a7f37", "#56a86f"];
@@ -94,6 +94,7 @@ function figures(status) {
     ["step", status.step === null ? "?" : status.step.toLocaleString() + (status.last_step === null ? "" : ` of ${status.last_step.toLocaleString()}`)],
     ["steps a second", speed === null || status.state !== "RUNNING" ? "" : speed.toPrecision(3)],
     ["time left", left === null || status.state !== "RUNNING" ? "" : duration(left)],
+    ["loss", status.loss === undefined ? "" : shown_number(status.loss)],
     ["attempt", `${status.attempt} (${count(status.restarts, "restart")})`],
     ["last checkpoint", saved ? `step ${saved.step ?? "?"}, ${age}` : "none"],
     ["a restart now resumes from", restart_text(status.restart)],
@@ -128,9 +129,10 @@ function attention(status) {
 
 // ----- the strip -----
 
+const span_of = (status) => [Date.parse(status.started_at || status.defined_at), Date.parse(status.ended_at || status.now)];
+
 function strip(status) {
-  const start = Date.parse(status.started_at || status.defined_at);
-  const end = Date.parse(status.ended_at || status.now);
+  const [start, end] = span_of(status);
   const picture = svg("svg", { viewBox: "0 0 1000 44", preserveAspectRatio: "none", role: "img", "aria-label": `${count(status.incidents_total, "incident")} since the start` });
   const x = (time) => Math.max(0, Math.min(1000, ((Date.parse(time) - start) / Math.max(1, end - start)) * 1000));
   picture.append(svg("rect", { x: 0, y: 16, width: 1000, height: 12, fill: "var(--good)" }));
@@ -138,11 +140,12 @@ function strip(status) {
     const from = x(one.opened_at);
     const wide = Math.max(3, x(one.closed_at || status.now) - from);
     const stopped = one.next_attempt !== null || !one.closed_at;
-    const mark = svg("rect", { x: from, y: stopped ? 6 : 12, width: wide, height: stopped ? 32 : 20, fill: stopped ? "var(--bad)" : "var(--warn)" }, `${one.id}: ${one.verdict ? one.verdict.failure_class : "?"}, ${clock(one.opened_at)}`);
+    const mark = svg("rect", { x: from, y: stopped ? 6 : 12, width: wide, height: stopped ? 32 : 20, fill: one.trigger === "swap" ? "var(--link)" : stopped ? "var(--bad)" : "var(--warn)" }, `${one.id}: ${one.verdict ? one.verdict.failure_class : "?"}, ${clock(one.opened_at)}`);
     mark.style.cursor = "pointer";
     mark.addEventListener("click", () => show_incident(one.id));
     picture.append(mark);
   }
+  for (const one of status.swaps || []) picture.append(svg("path", { d: `M${x(one.about || status.now) - 14} 0h14v44h-14l8 -22z`, fill: "var(--link)" }, one.text));
   at("strip").replaceChildren(picture);
   at("strip-times").textContent = start ? `${clock(start)} to ${clock(end)}: ${duration((end - start) / 1000)}` : "";
 }
@@ -167,6 +170,15 @@ function phases(incident) {
   return known.length ? [bar, make("p", { className: "muted", text: `${words} = ${whole.toFixed(2)} s` })] : [];
 }
 
+function opinion(one) {
+  if (one.opinion_wanted) return [make("p", { className: "muted", text: "A language model is asked for its opinion." })];
+  const told = one.opinion;
+  if (!told) return [];
+  if (told.problem) return [make("p", { className: "muted", text: `A language model was asked and gave no opinion: ${told.problem}` })];
+  const lines = told.lines.map((text) => make("p", { className: "evidence", text }));
+  return [make("h3", { text: "A language model's opinion (it decides nothing)" }), make("p", { text: `${told.failure_class}: ${told.why} (${told.model || "model"}, ${duration(told.took_s)})` }), ...lines];
+}
+
 function incident_body(one) {
   const verdict = one.verdict;
   const parts = [make("p", { text: one.what })];
@@ -175,13 +187,18 @@ function incident_body(one) {
     parts.push(make("p", { text: `${verdict.failure_class}, ${Math.round(verdict.confidence * 100)} % sure: ${verdict.why}` }));
     if (culprits(verdict)) parts.push(make("p", { text: `Who: ${culprits(verdict)}` }));
     if (one.plan) parts.push(make("p", { text: `What was decided: ${one.plan.kind}: ${one.plan.why}` }));
+    if (one.revised) parts.push(make("p", { className: "muted", text: `Before late evidence: ${one.revised}` }));
+    if (one.tests) parts.push(make("p", { text: `Tests of suspects: ${one.tests.text || `${one.tests.suspects.join(", ")} are tested`}` }));
     if (one.closed_why) parts.push(make("p", { text: `How it ended: ${one.closed_why}. Lost: ${duration(one.lost_s)}.` }));
+    if (one.waits) parts.push(...waits_parts(one.waits, one.id, at("incidents").clientWidth - 8));
     if (verdict.evidence.length) parts.push(make("h3", { text: "Evidence" }));
     for (const piece of verdict.evidence) parts.push(make("p", { className: "evidence", text: `${[piece.source, piece.node, piece.rank === null ? "" : `rank ${piece.rank}`].filter(Boolean).join(", ")}: ${piece.text}` }));
     if (others) parts.push(make("p", { className: "muted", text: `Less likely: ${others}` }));
   }
   parts.push(...phases(one));
-  if (one.opinion && !one.opinion.problem) parts.push(make("h3", { text: "A language model's opinion (it decides nothing)" }), make("p", { text: `${one.opinion.failure_class || ""} ${one.opinion.why || ""}` }));
+  for (const other of one.recurrences || []) parts.push(make("p", { text: `Before: ${other.text}` }));
+  for (const other of one.corrections || []) parts.push(make("p", { text: `Corrected by ${other.by}: ${other.failure_class}${other.note ? `: ${other.note}` : ""}` }));
+  parts.push(...opinion(one));
   if (one.folders.length) parts.push(make("p", { className: "muted", text: `Whole evidence: ${one.folders.join(", ")}` }));
   return parts;
 }
@@ -196,6 +213,13 @@ function incidents() {
   });
   const older = now.incidents.length > 50 ? [make("p", { className: "muted", text: `${now.incidents.length - 50} older ones: unbroken incidents` })] : [];
   at("incidents").replaceChildren(...(list.length ? list : [make("p", { className: "muted", text: "None so far." })]), ...older);
+}
+
+// `#i-3`, or `#last`: the newest.
+function follow_link() {
+  const newest = now.incidents[now.incidents.length - 1];
+  const id = location.hash.slice(1);
+  show_incident(id === "last" && newest ? newest.id : id);
 }
 
 function show_incident(id) {
@@ -248,7 +272,10 @@ function node_details() {
   const over = now.status && now.status.outcome;
   const cordoned = now.status && now.status.cordons.some((one) => one.node === node.node);
   const buttons = over ? [] : [cordoned ? button("uncordon", node.node) : button("cordon", node.node), button("swap", node.node)];
-  at("node").replaceChildren(make("p", { text: `${node_text(node)} (host ${node.host}, ${node.address})` }), make("div", { className: "buttons" }, ...buttons));
+  const blamed = new Set(now.incidents.filter((one) => !one.closed_at && one.verdict).flatMap((one) => one.verdict.culprits.map((culprit) => culprit.rank)));
+  const ranks = node.ranks.map((rank) => make("li", { className: blamed.has(rank) ? "bad" : "", text: blamed.has(rank) ? `rank ${rank} (suspect)` : `rank ${rank}` }));
+  const gpus = over || !now.status ? [] : now.status.cordons.filter((one) => one.node === node.node && one.gpu).map((one) => make("li", { className: "warn", text: `GPU ${one.gpu} cordoned` }));
+  at("node").replaceChildren(make("p", { text: `${node_text(node)} (host ${node.host}, ${node.address})` }), make("ul", { className: "ranks", ariaLabel: "Ranks" }, ...ranks, ...gpus), make("div", { className: "buttons" }, ...buttons));
 }
 
 // ----- tables -----
@@ -275,8 +302,21 @@ function tables() {
   at("cordons").replaceChildren(table(["node", "GPU", "reason", "by", "since", "until", "scheduler"], cordons, "None."));
 }
 
+function audit() {
+  const rows = now.rows.filter((row) => row.kind === "override_given" || (row.kind === "note" && row.text.startsWith("refused: "))).slice(-100).reverse();
+  at("audit").replaceChildren(table(["time", "who asked for what"], rows.map((row) => [clock(row.at), row.text]), "Nobody has given a command."));
+}
+
+async function ledger() {
+  if (!at("ledger-box").open) return;
+  const answer = await (await fetch("api/ledger")).json();
+  const rows = (answer.nodes || []).map((one) => [one.node, one.state, String(one.score), [...one.cordons.map((held) => `cordoned by ${held.by}: ${held.reason}`), ...one.proposals.map((held) => `a cordon is proposed by ${held.by}: ${held.reason}`), ...one.why].join("; ")]);
+  const more = answer.left_out ? [make("p", { className: "muted", text: `${count(answer.left_out, "node")} without anything to tell` })] : [];
+  at("ledger").replaceChildren(answer.error ? make("p", { className: "muted", text: answer.error }) : table(["node", "state", "points", "why"], rows, "Nothing is known against any node."), ...more);
+}
+
 function timeline() {
-  const rows = now.rows.slice(-500).reverse();
+  const rows = now.rows.filter((row) => !row.detail).slice(-500).reverse();
   at("timeline").replaceChildren(...rows.map((row) => make("li", { className: row.loud ? "loud" : "" }, make("time", { text: clock(row.at), dateTime: row.at }), make("span", { text: row.text }))));
 }
 
@@ -381,9 +421,38 @@ function draw() {
     at("attention").dataset.told = told;
     at("attention").replaceChildren(...attention(status));
   }
+  newest(status);
   actions(status);
   strip(status);
+  draw_curve(status);
   tables();
+  if (Date.now() - curve_at > CURVE_MS && status.step !== curve_step) read_curve();
+}
+
+function newest(status) {
+  const one = now.incidents[now.incidents.length - 1];
+  at("newest").hidden = !one || !one.closed_at;
+  if (at("newest").hidden) return;
+  const what = one.verdict ? `${one.verdict.failure_class}: ${one.verdict.why}` : one.what;
+  const text = `Last incident, ${duration(Math.max(0, seconds(one.closed_at, status.ended_at || status.now)))} ago: ${what}. ${one.plan ? `${one.plan.kind}: ` : ""}${one.closed_why}; lost ${duration(one.lost_s)}.`;
+  if (at("newest-text").textContent !== text) at("newest-text").textContent = text;
+  at("newest-link").textContent = one.id;
+  at("newest-link").href = `#${one.id}`;
+}
+
+const CURVE_MS = 5000;
+let curve_at = 0;
+let curve_step = null;
+async function read_curve() {
+  curve_at = Date.now();
+  curve_step = now.status.step;
+  try {
+    const found = await (await fetch("api/curve")).json();
+    if (found.points) now.curve = found;
+    draw_curve(now.status);
+  } catch {
+    /* the stream says what is wrong */
+  }
 }
 
 let reading = false;
@@ -398,8 +467,11 @@ async function read_more() {
     now.seq = now.rows.length ? now.rows[now.rows.length - 1].seq : 0;
     incidents();
     timeline();
+    audit();
     strip(now.status);
-    if (location.hash && !now.went) { now.went = true; show_incident(location.hash.slice(1)); }
+    newest(now.status);
+    read_curve();
+    if (location.hash && !now.went) { now.went = true; follow_link(); }
   } catch {
     /* the stream says what is wrong */
   }
@@ -430,3 +502,6 @@ at("nodes").addEventListener("click", (event) => {
   if (cell) { now.chosen = cell.dataset.node; node_details(); }
 });
 at("find").addEventListener("input", nodes);
+at("ledger-box").addEventListener("toggle", ledger);
+window.addEventListener("hashchange", follow_link);
+begin_curve();

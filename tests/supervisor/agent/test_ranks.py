@@ -105,6 +105,7 @@ def test_a_spike_in_the_output_and_in_the_attempt_after_it(
     path.write_text("".join(f"step {step} loss {loss}\n" for step, loss in enumerate(losses, 1)))
     probe.look()
     assert probe.sample().watches_loss
+    assert (probe.sample().loss, probe.sample().loss_step) == (losses[-1], 60)
     assert probe.sample().loss_alarm is None
     spike = "".join(f"step {step} loss 19.{step}\n" for step in range(61, 72))
     with open(path, "a") as file:
@@ -118,6 +119,7 @@ def test_a_spike_in_the_output_and_in_the_attempt_after_it(
     again.go_on_from(probe.curves)
     again.look()
     assert again.sample().loss_alarm is None
+    assert again.sample().loss is None  # that was another attempt's
     for step in range(51, 61):
         with open(path, "a") as file:
             file.write(f"step {step} loss 2.0{step % 7}\n")

@@ -9,22 +9,36 @@ from typing import Any
 
 import pytest
 
-from diagnosis.signals import ExitRecord, NodeEvidence, RankOutput
+from diagnosis.incident import HangReport
+from diagnosis.signals import (
+    CollectiveEntry,
+    ExitRecord,
+    Frame,
+    LossAlarm,
+    NodeEvidence,
+    RankFlight,
+    RankOutput,
+    RankStack,
+)
 from supervisor.cli.job_commands import JobHandle
-from supervisor.cli.page_server import Feed, JobReader, PageServer, events, pause_s
+from supervisor.cli.page_server import STREAMS, Feed, JobReader, PageServer, events, pause_s
 from supervisor.controller.journal import Entry, open_journal
 from supervisor.errors import JobNotFound
 from supervisor.messages import (
     AnyEvent,
     ControllerStarted,
     EvidenceArrived,
+    HangConfirmed,
     JobDefined,
     JobSpec,
     LauncherReady,
+    LossSeen,
     NodeJoined,
+    OperatorCommand,
     Progressed,
     RankEnded,
     StoreOffer,
+    TimerFired,
     WorkersStarted,
     encode,
 )
@@ -33,29 +47,63 @@ AT = 1_767_225_600.0
 HOSTILE = "<img src=x onerror=alert(1)></script><script>window.hurt = 1</script>"
 
 
+def begun(names: list[str]) -> list[AnyEvent]:
+    """Nodes with a rank each, which train."""
+    nodes = len(names)
+    offer = StoreOffer(host="127.0.0.1", port=29500, local_world_size=1)
+    command = ("torchrun", "train.py")
+    spec = JobSpec(name=f"llama {HOSTILE}", command=command, nodes_min=nodes, nodes_max=nodes, loss_guard="off")
+    return [
+        ControllerStarted(at=AT, epoch=1),
+        JobDefined(at=AT, spec=spec),
+        *(NodeJoined(at=AT + 0.1, node=name, host=name, address="127.0.0.1") for name in names),
+        *(LauncherReady(at=AT + 1, node=name, attempt=1, offer=offer) for name in names),
+        *(WorkersStarted(at=AT + 2, node=name, attempt=1, ranks=(index,)) for index, name in enumerate(names)),
+        Progressed(at=AT + 3, attempt=1, step=10, last_step=100, first=True),
+    ]
+
+
+def hanging(nodes: int = 8) -> list[AnyEvent]:
+    """The loss spikes; then rank 1 hangs in a hostile function, in a group of a hostile name, and all wait for it."""
+    names = [f"n{index}" for index in range(nodes)]
+    events, alarm = begun(names), LossAlarm(kind="spike", step=290, usual=2.0, level=30.0)
+    for number in range(60):
+        loss = 30.0 if number == 40 else 3.0 - number / 40
+        at = AT + 4 + 40 * number
+        events.append(Progressed(at=at, attempt=1, step=11 + 7 * number, last_step=5000, loss=loss, loss_step=number))
+    events.append(LossSeen(at=AT + 1610, attempt=1, alarm=alarm, ranks=(0,)))
+    members = f"[0-{nodes - 1}:1]"
+    done = CollectiveEntry(group=members, name="0", desc=HOSTILE, seq=6, op="gloo:all_reduce", completed=True)
+    open_ = CollectiveEntry(group=members, name="0", desc=HOSTILE, seq=7, op="gloo:all_reduce")
+    report = HangReport(kind="missing", ranks=(1,), quiet_s=9.0, limit_s=0.0, phase="", why=f"hangs in {HOSTILE}")
+    events.append(HangConfirmed(at=AT + 2410, attempt=1, report=report))
+    for rank, name in enumerate(names):
+        flight = RankFlight(rank=rank, entries=(done, open_) if rank != 1 else (done,))
+        place = Frame(function=HOSTILE if rank == 1 else "all_reduce", file="train.py", line=88)
+        stack = RankStack(rank=rank, frames=(place,))
+        evidence = NodeEvidence(node=name, attempt=1, request=1, flights=(flight,), stacks=(stack,))
+        events.append(EvidenceArrived(at=AT + 2411, evidence=evidence))
+    command = OperatorCommand(at=AT + 2415, command="cordon", argument="n3", by="ann", reason=HOSTILE)
+    return [*events, TimerFired(at=AT + 2450, timer="evidence"), command]
+
+
 def story(nodes: int = 2) -> list[AnyEvent]:
     """Some nodes with a rank each; the last rank is killed, and what it printed is hostile."""
     names = [f"n{index}" for index in range(nodes)]
     end = ExitRecord(rank=nodes - 1, local_rank=0, pid=12, code=None, signal=9, ended_at=AT + 9)
     output = RankOutput(rank=nodes - 1, tail=(f"RuntimeError: {HOSTILE}",))
     evidence = NodeEvidence(node=names[-1], attempt=1, exits=(end,), outputs=(output,))
-    offer = StoreOffer(host="127.0.0.1", port=29500, local_world_size=1)
     return [
-        ControllerStarted(at=AT, epoch=1),
-        JobDefined(at=AT, spec=JobSpec(name=f"llama {HOSTILE}", command=("torchrun", "train.py"), nodes_min=nodes)),
-        *(NodeJoined(at=AT + 0.1, node=name, host=name, address="127.0.0.1") for name in names),
-        *(LauncherReady(at=AT + 1, node=name, attempt=1, offer=offer) for name in names),
-        *(WorkersStarted(at=AT + 2, node=name, attempt=1, ranks=(index,)) for index, name in enumerate(names)),
-        Progressed(at=AT + 3, attempt=1, step=10, last_step=100, first=True),
+        *begun(names),
         EvidenceArrived(at=AT + 9.1, evidence=evidence),
         RankEnded(at=AT + 9.1, node=names[-1], attempt=1, exit=end, step=30, last_step=100),
     ]
 
 
-def job_folder(where: Path, nodes: int = 2) -> Path:
+def job_folder(where: Path, events: list[AnyEvent] | None = None) -> Path:
     folder = where / "unbroken-jobs" / "llama"
     journal, _ = open_journal(folder)
-    journal.write([Entry("event", event.at, encode(event)) for event in story(nodes)])
+    journal.write([Entry("event", event.at, encode(event)) for event in events or story()])
     journal.close()
     return folder
 
@@ -72,6 +120,11 @@ def serve(server: PageServer) -> Iterator[PageServer]:
 @pytest.fixture
 def page(tmp_path: Path) -> Iterator[PageServer]:
     yield from serve(PageServer(0, JobReader(JobHandle(str(job_folder(tmp_path)), "", ""))))
+
+
+@pytest.fixture
+def hung_page(tmp_path: Path) -> Iterator[PageServer]:
+    yield from serve(PageServer(0, JobReader(JobHandle(str(job_folder(tmp_path, hanging())), "", ""))))
 
 
 def ask(
@@ -96,6 +149,24 @@ def test_a_job_without_a_controller_is_shown_from_its_journal(page: PageServer) 
     assert [one["id"] for one in json.loads(ask(page, "api/incidents")[1])["incidents"]] == ["i-1"]
     rows = json.loads(ask(page, "api/timeline?since=3")[1])["rows"]
     assert all(row["seq"] > 3 for row in rows)
+
+
+def test_the_curve_and_the_waits_of_a_job_come_from_its_journal(hung_page: PageServer) -> None:
+    curve = json.loads(ask(hung_page, "api/curve")[1])
+    assert max(one["loss"] for one in curve["points"] if one["loss"] is not None) == 30.0
+    assert [one["kind"] for one in curve["marks"]] == ["spike"]
+    incident = json.loads(ask(hung_page, "api/incidents")[1])["incidents"][-1]
+    assert [(one["count"], one["suspect"]) for one in incident["waits"]["nodes"]] == [(1, True), (7, False)]
+    assert "error" in json.loads(ask(hung_page, "api/ledger")[1])  # none is configured
+
+
+def test_a_page_too_many_is_told_so() -> None:
+    feed = Feed(lambda: {"step": 1, "nodes": [], "checkpoints": []})
+    pages = [feed.parts() for _ in range(STREAMS)]
+    assert all(next(page) for page in pages)
+    assert set(next(feed.parts())) == {"problem"}
+    pages.pop().close()
+    assert "status" in next(feed.parts())
 
 
 def test_nothing_is_told_without_the_key_or_to_another_host_name(page: PageServer) -> None:
@@ -210,6 +281,60 @@ def test_the_page_says_what_broke_and_hostile_text_stays_text(page: PageServer, 
     assert tab.evaluate("window.hurt") is None
     assert tab.locator("img").count() == 0
     assert tab.locator("#nodes button").count() == 2
+
+
+def graph_of(tab: Any) -> dict[str, Any]:
+    """What somebody sees of the picture of waits."""
+    return {
+        "boxes": tab.locator(".waits g").count(),
+        "suspects": tab.locator(".waits .suspect .who").all_text_contents(),
+        "lines": tab.locator(".waits .wait").count(),
+    }
+
+
+@pytest.mark.browser
+def test_a_hang_is_drawn_and_the_loss_is_read_by_keyboard(hung_page: PageServer, tab: Any) -> None:
+    tab.goto(f"{hung_page.url}#last")
+    tab.locator(".waits").wait_for()
+    assert graph_of(tab) == {"boxes": 2, "suspects": ["rank 1 (suspect)"], "lines": 1}
+    assert "7 ranks wait for rank 1 in all_reduce 7" in tab.locator("#incidents").inner_text()
+    assert tab.locator(".mark.wrong").count() == 2  # beside the loss and beside the rate
+    curve = tab.locator("#curve")
+    curve.focus()
+    tab.keyboard.press("Home")
+    assert "step 10" in curve.get_attribute("aria-valuetext")
+    tab.keyboard.press("End")
+    for _ in range(19):
+        tab.keyboard.press("ArrowLeft")
+    assert "loss 30," in tab.locator("#reading").inner_text()
+    curve.hover(position={"x": 1, "y": 60})
+    assert "step 10" in tab.locator("#reading").inner_text()
+    assert "ann" in tab.locator("#audit").inner_text()
+    assert HOSTILE in tab.locator("#audit").inner_text()
+    assert HOSTILE[:20] in tab.locator("#incidents").inner_text()
+    assert tab.evaluate("window.hurt") is None
+    assert tab.locator("img").count() == 0
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360), ("dark", 360)])
+def test_axe_finds_nothing_that_bars_anybody(hung_page: PageServer, tab: Any, scheme: str, width: int) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    def violations() -> list[tuple[str, list[str]]]:
+        found = Axe().run(tab).response["violations"]
+        return [(one["id"], [node["target"][0] for node in one["nodes"]]) for one in found]
+
+    tab.set_viewport_size({"width": width, "height": 800})
+    tab.emulate_media(color_scheme=scheme)
+    tab.goto(hung_page.url)
+    tab.locator(".waits").wait_for()
+    tab.locator("#ledger-box summary").click()
+    tab.locator("#nodes button").nth(1).click()
+    assert violations() == []
+    tab.locator("#node button", has_text="Cordon").click()
+    tab.locator("#yes:enabled").wait_for()
+    assert violations() == []
 
 
 @pytest.mark.browser

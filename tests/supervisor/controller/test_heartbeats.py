@@ -390,6 +390,18 @@ def losses(events: list[m.AnyEvent]) -> list[m.LossSeen]:
     return [event for event in events if isinstance(event, m.LossSeen)]
 
 
+def test_the_loss_of_the_first_rank_that_tells_one_goes_with_the_steps(nodes: Nodes) -> None:
+    def told(at: float, attempt: int, *ranks: RankSample) -> list[tuple[float | None, int | None]]:
+        events = nodes.beat(at, attempt=attempt, ranks=ranks)
+        return [(event.loss, event.loss_step) for event in events if isinstance(event, m.Progressed)]
+
+    assert told(1.0, 1, sample(0, step=1), sample(1, step=1, loss=9.0, loss_step=1)) == [(9.0, 1)]
+    assert told(2.0, 1, sample(0, step=2, loss=2.0, loss_step=2), sample(1, step=2, loss=9.0)) == [(2.0, 2)]
+    assert told(13.0, 1, sample(0, step=3, loss=2.0, loss_step=2, bad_reports=1)) == [(None, None)]
+    assert told(14.0, 2, sample(0, step=2), sample(1, step=2)) == [(None, None)]
+    assert nodes.observer.newest.loss is None
+
+
 def test_most_ranks_that_print_a_loss_must_agree(nodes: Nodes) -> None:
     def told(at: float, alarmed: int) -> list[m.LossSeen]:
         ranks = tuple(
