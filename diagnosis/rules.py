@@ -56,7 +56,8 @@ _DEALT_WITH: Final = re.compile(
     re.IGNORECASE,
 )
 _PEER: Final = re.compile(
-    rb"remote=\[(?:::ffff:)?([\w.:-]{1,80})\]:\d|peer (?:\[(?:::ffff:)?)?([A-Za-z0-9][\w.-]{1,80})(?:\]|:|<)",
+    rb"(?:remote=|(?:closed by peer|Read error|writev|Connect timeout) )\[(?:::ffff:)?([\w.:-]{1,80})\]:\d"
+    rb"|peer (?:\[(?:::ffff:)?)?([A-Za-z0-9][\w.-]{1,80})(?:\]|:|<)",
     re.IGNORECASE,
 )
 """The other end of a connection, as torch, gloo and NCCL write it."""

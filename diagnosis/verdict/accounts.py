@@ -41,8 +41,12 @@ LAST_WORDS: Final = 10
 MAX_WORDS: Final = 180
 CRASH: Final = "crash"
 _OF_THREADS: Final = ("_bootstrap", "_bootstrap_inner", "_feed")
-_PEER_NAME: Final = re.compile(r"\[?([\w.-]{1,120})")
-_PEER: Final = re.compile(r"(?:closed by (?:remote )?peer|from peer|remote=|[Cc]onnect to) ?\[?([\w.-]{1,120})")
+_ADDRESS: Final = r"\[?(?:::ffff:)?((?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F.]*|[\w.-]{1,120})"
+_PEER_NAME: Final = re.compile(_ADDRESS)
+_PEER: Final = re.compile(
+    r"(?:closed by (?:remote )?peer|from peer|remote=|[Cc]onnect to|(?:Read error|writev|Connect timeout) (?=\[)) ?"
+    + _ADDRESS
+)
 _CPP_STACK: Final = re.compile(r"\s*Exception raised from \S")
 """Where torch begins to print the place in its C++."""
 _CRASH: Final = re.compile(

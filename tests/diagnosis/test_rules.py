@@ -178,6 +178,11 @@ def test_an_exception_is_no_warning_whatever_it_warns_of():
     [
         ("[c10d] recvValue failed on SocketImpl(fd=5, addr=[n1]:55512, remote=[n0]:29500): Connection reset", "n0"),
         ("RuntimeError: [x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:43211", "10.0.0.7"),
+        ("[x/gloo/transport/tcp/pair.cc:538] Read error [10.0.0.7]:60313: Connection reset by peer", "10.0.0.7"),
+        ("Read error [::ffff:10.0.0.7]:60313: Connection reset by peer", "10.0.0.7"),
+        ("[x/gloo/transport/tcp/pair.cc:460] writev [10.0.0.7]:5: Broken pipe", "10.0.0.7"),
+        ("[x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [fd00::7]:43211", "fd00::7"),
+        ("[x/gloo/transport/tcp/pair.cc:538] Read error [fd00:0:1::7]:43211: Connection reset by peer", "fd00:0:1::7"),
         ("misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer n7<57557>", "n7"),
     ],
 )
