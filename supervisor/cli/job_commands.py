@@ -528,7 +528,8 @@ def dry_run_answer(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
     except ControllerUnreachable as error:
         if job.folder is None:
             raise
-        warn(f"{error}. What follows is read from the journal")
+        if not _ended(job):  # else the journal's answer says so
+            warn(f"{error}. What follows is read from the journal")
     from supervisor.controller.report import dry_run
 
     return job.by_journal(lambda folder: dry_run(folder, request.event(time.time(), request.by)))
