@@ -122,6 +122,10 @@ class Situation(Frozen, frozen=True, kw_only=True):
     """Restarts for a hang of the same kind at the same place and step; 0 where the attempt cannot go on."""
     may_requeue: bool = False
     """The scheduler can be asked to start the job again on other nodes."""
+    without_gpu: tuple[str, ...] = ()
+    """Culprit nodes that can go on without the GPU that is to blame, where no other node can take their place."""
+    fewer_failed: tuple[str, ...] = ()
+    """Nodes that ran fewer processes in this attempt, which made no step."""
     failed_tests: bool = False
     """Active tests name the culprits: each failed with two partners that do well with others."""
 
@@ -134,6 +138,9 @@ def plan(verdict: Verdict, situation: Situation) -> Plan:
         return _stop("torchrun's own error: a restart would repeat it", situation.launcher_code)
     if retry == "none" or verdict.action == "none":
         return _nothing_to_restart(verdict, situation)
+    if situation.fewer_failed:
+        nodes = ", ".join(situation.fewer_failed)
+        return _restart(verdict, situation, f"with fewer processes on {nodes} no step was made ({name})")
     if situation.deterministic and retry in ("same", "back", "never"):
         return _stop(f"{name} at the same step from the same line again: a restart would repeat it")
     by_a_line = retry == "never" and verdict.action == "restart"
@@ -217,6 +224,9 @@ def _restart(verdict: Verdict, situation: Situation, because: str = "") -> Plan:
             vouched = any(culprit.node in situation.vouched for culprit in verdict.culprits)
             how = "the nodes stay, because an operator vouched for them" if vouched else "lost nodes are left out"
             why = f"{how} ({name})"
+        elif _go_on(blamed, situation):
+            cordons = blamed
+            why = f"no node can replace {_names(blamed)}, so the run goes on there with a GPU less ({name})"
         elif _short(situation, len(blamed)) and not situation.may_requeue:
             why = f"no node can replace {_names(blamed)}, so the job restarts on {'it' if len(blamed) == 1 else 'them'}"
         else:
@@ -254,6 +264,12 @@ def _the_one_before(verdict: Verdict, situation: Situation) -> ResumeSituation |
 def _short(situation: Situation, cordoned: int = 0) -> bool:
     """Whether too few nodes are left, with so many more cordoned."""
     return situation.nodes - cordoned + situation.replacements < situation.nodes_min
+
+
+def _go_on(blamed: tuple[Cordon, ...], situation: Situation) -> bool:
+    """Whether a node that is blamed is to go on without its bad GPU."""
+    others = [cordon for cordon in blamed if cordon.node not in situation.without_gpu]
+    return len(others) < len(blamed) > situation.replacements and not _short(situation, len(others))
 
 
 def _names(cordons: tuple[Cordon, ...]) -> str:

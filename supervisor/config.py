@@ -677,6 +677,10 @@ class NodePlan(Frozen, frozen=True, kw_only=True):
     """Its switch or rack, where the scheduler says it."""
     snapshot_files: tuple[str, ...] = ()
     """Memory for the snapshots of this node's ranks (`recovery.snapshot_memory`), held open by the front."""
+    processes: int | None = None
+    """How many torchrun starts on this node, as far as that is known before it does."""
+    torchrun_options: int = 0
+    """How many of `launcher_argv` come before the script."""
     settings: Settings = Settings()
     """Of this node, with absolute paths. Those that count for the whole job are in `spec`, too: it is journalled."""
 

@@ -14,6 +14,7 @@ import msgspec
 from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, LossAlarm, NodeEvidence, RankSample, clean_line
 from recovery.checkpoint import Checkpoint, Preparation, Resume
+from recovery.fewer_processes import NodeGpus
 from recovery.group_tests import GroupPart
 from recovery.incident_memory import Recurrence
 from recovery.ledger import LedgerRecord, TestResult
@@ -79,6 +80,8 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     """What becomes of a node with a proven hardware fault in the ledger of all jobs; empty: there is none."""
     mirror_snapshots: bool = False
     """Snapshots in memory are copied to a peer's memory."""
+    fewer_processes: bool = False
+    """A node with one bad GPU may go on with the others, where no spare can take its place."""
     test_suspects: bool = False
     """Nodes that a verdict suspects without proof are tested before the restart. (Journals of before have none.)"""
 
@@ -246,6 +249,8 @@ class Heartbeat(Frozen, frozen=True, kw_only=True, tag="heartbeat"):
     """The node's clock minus the controller's; None while it is not known."""
     tests: NodeTestReport | None = None
     """While the node is asked for active tests: how far they are."""
+    gpus: NodeGpus | None = None
+    """Which its processes have; only where it may be started without one of them."""
 
 
 class Hello(Frozen, frozen=True, kw_only=True, tag="hello"):
@@ -340,6 +345,8 @@ class Assignment(Frozen, frozen=True, kw_only=True, tag="assignment"):
     space: SpaceWanted | None = None
     tests: NodeTestOrder | None = None
     """Active tests to be made now, where no rank of the job runs on the node."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs that its processes get, one each, where one of them is bad; empty: as it was started."""
     on_probation: bool = False
     """The node was repaired lately: its probes look twice as often."""
     wake: tuple[int, ...] = ()
@@ -754,6 +761,13 @@ class NodeTested(Event, frozen=True, kw_only=True, tag="node_tested"):
     report: NodeTestReport
 
 
+class GpusSeen(Event, frozen=True, kw_only=True, tag="gpus_seen"):
+    """Which GPUs a node's processes have, where it may be started without one; sent when that has changed."""
+
+    node: str
+    gpus: NodeGpus
+
+
 class StopRequested(Event, frozen=True, kw_only=True, tag="stop_requested"):
     node: str
     signal: str
@@ -973,6 +987,7 @@ AnyEvent = (
     | SnapshotSeen
     | SpaceSeen
     | NodeTested
+    | GpusSeen
     | StopRequested
     | NodeDone
     | TimerFired

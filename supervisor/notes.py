@@ -89,6 +89,17 @@ KINDS: Final[dict[str, Kind]] = {
         "{path} was written by {saved:#rank}, and this attempt has {now}: {format} cannot load it with another number "
         "of data-parallel ranks. Use as many nodes as before, or convert it (DeepSpeed: ds_to_universal.py)"
     ),
+    "fewer_processes": _kind(
+        "{node} goes on without {gpu} ({reason}): {processes} of its {of} processes[. The attempt has {world} ranks, "
+        "not {full}]. A script that does not fix the global batch trains with a smaller one. "
+        "`unbroken uncordon {node}` gives the GPU back, from the next attempt on"
+    ),
+    "fewer_given_up": _kind("{node} is left out as a whole: {why}. `unbroken uncordon {node}` lets it be used again"),
+    "gpu_in_use": _kind(
+        "{node} goes on as it is in this attempt. From the next one on it runs {processes} of {of} processes, without "
+        "{gpu}, if no spare can take its place (`unbroken restart` starts that now)"
+    ),
+    "gpu_not_left_out": _kind("{node} cannot go on without one GPU: {why}. It is left out as a whole"),
     "attempt_runs": _kind("attempt {attempt} runs"),
     "replicas_differ": _kind(
         "{what}. No majority of at least three shows which is right. Checkpoints written since the ranks last agreed "

@@ -23,6 +23,7 @@ import msgspec
 
 from recovery.checkpoint import ROLLED_BACK, Preparation, PutBack, SetAside
 from recovery.cordon import DrainRequest, clean_reason, may_be_asked, request_file
+from recovery.fewer_processes import with_processes
 from recovery.quarantine import PreparationError, prepare
 from recovery.snapshot_memory import CHOSEN_VARIABLE, FILES_VARIABLE
 from recovery.tiers import BringBack
@@ -255,7 +256,7 @@ class ActionRunner:
         """Raises KeeperError when the keeper does not do it."""
         match action:
             case Launch():
-                await self._launch()
+                await self._launch(assignment.gpus)
             case KillWorkers(attempt=attempt):
                 await self._keeper.request(op="kill", attempt=attempt)
             case Prepare(attempt=attempt):
@@ -310,15 +311,21 @@ class ActionRunner:
         """Where launchers end before they start any rank, the pauses between them grow."""
         return self._state.newest_attempt != self._launched_after or time.monotonic() >= self._launch_at
 
-    async def _launch(self) -> None:
+    async def _launch(self, gpus: tuple[str, ...]) -> None:
+        """`gpus`: for one process each, where one of the node's GPUs is left out."""
         newest = self._state.newest_attempt
         self._launches = self._launches + 1 if newest == self._launched_after else 1
         self._launched_after = newest
         self._launch_at = time.monotonic() + min(
             LONGEST_LAUNCH_DELAY_S, FIRST_LAUNCH_DELAY_S * 2.0 ** min(self._launches - 1, 10)
         )
-        env = {**os.environ, **self._plan.launcher_env}
-        await self._keeper.request(op="launch", argv=list(self._plan.launcher_argv), env=env, cwd=self._plan.cwd)
+        env, argv = {**os.environ, **self._plan.launcher_env}, list(self._plan.launcher_argv)
+        if gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            argv = with_processes(argv, self._plan.torchrun_options, len(gpus))
+        await self._keeper.request(op="launch", argv=argv, env=env, cwd=self._plan.cwd)
+        self._state.saved.gpus = gpus
+        self._state.saved_file.write()
 
     async def _prepare(self, assignment: Assignment, attempt: int) -> None:
         """Scan once more, now that no rank can write: nothing torn is taken for a checkpoint.

@@ -24,6 +24,7 @@ import msgspec
 
 from diagnosis import rules
 from diagnosis.signals import Finding, RankSample, from_wait_status
+from recovery.fewer_processes import NodeGpus, of_processes
 from recovery.snapshot_choice import of_node
 from recovery.tiers import NodeTiers
 from supervisor.agent.actions import ActionRunner, DrainRequests, LauncherSocket
@@ -71,26 +72,28 @@ class JobMonitor:
         variables = {**os.environ, **plan.launcher_env}
         self._visible = variables.get("CUDA_VISIBLE_DEVICES", "")
         """The launcher's, which the ranks inherit. What a script sets for itself shows only in the GPUs' processes."""
+        self._gpus: tuple[str, ...] = ()
 
-    def info(self, workers: Sequence[WorkerProcess], on_probation: bool = False) -> JobInfo:
+    def info(self, workers: Sequence[WorkerProcess], on_probation: bool = False, gpus: tuple[str, ...] = ()) -> JobInfo:
+        """`gpus`: with which the launcher was started, where one was left out."""
         now = time.monotonic()
         if now >= self._next_clock_at:
             self._clock = self._read_clock(now)
             self._next_clock_at = now + (CLOCK_EVERY_S if self._clock.clock_offset_s is not None else 5.0)
-        made_of = (workers, self._clock, self._checkpoints.changes, self._checkpoints.folders, on_probation)
+        made_of = (workers, self._clock, self._checkpoints.changes, self._checkpoints.folders, on_probation, gpus)
         if made_of != self._made_of:
-            self._made_of = made_of
+            self._made_of, self._gpus = made_of, gpus
             self._info = msgspec.structs.replace(self._look(workers), on_probation=on_probation)
         return self._info
 
     def _look(self, workers: Sequence[WorkerProcess]) -> JobInfo:
-        clock = self._clock
+        clock, visible = self._clock, ",".join(self._gpus) or self._visible
         alive = [worker for worker in workers if worker.alive]
         complete = [one for one in self._checkpoints.checkpoints if one.complete]
         newest = max(complete, key=lambda one: one.modified_at, default=None)
         return JobInfo(
             ranks={worker.pid: worker.rank for worker in alive},
-            gpus_of_ranks={worker.rank: f"{self._visible}:{worker.local_rank}" for worker in alive},
+            gpus_of_ranks={worker.rank: f"{visible}:{worker.local_rank}" for worker in alive},
             checkpoint_dirs=tuple(filter(is_utf8, map(str, self._checkpoints.folders))),
             checkpoint_bytes=newest.size_bytes if newest is not None else 0,
             folders=(self._plan.job_dir, self._plan.local_dir, self._plan.cwd),
@@ -145,6 +148,8 @@ class HeartbeatBuilder:
         state, saved, assignment = self._state, self._state.saved, self._state.assignment
         self._seq += 1
         launcher, how = launcher_state(state.situation(), self._keeper_gone_s())
+        if state.is_replaced and launcher in ("joining", "ended"):
+            launcher, how = "starting", ""
         ended = state.keeper.launcher if launcher == "ended" and state.keeper is not None else None
         attempt = max(saved.joined, state.newest_attempt)
         new_checkpoints, new_inventory, new_snapshots = self._is_new()
@@ -176,7 +181,12 @@ class HeartbeatBuilder:
             space=state.space,
             done=state.done_at is not None,
             tests=self._tester.report,
+            gpus=self._gpus() if state.plan.spec.fewer_processes else None,
         )
+
+    def _gpus(self) -> NodeGpus:
+        plan = self._state.plan
+        return of_processes(plan.processes, {**os.environ, **plan.launcher_env}, self._health.check_states.gpus)
 
     def _is_new(self) -> tuple[bool, bool, bool]:
         """Whether checkpoints, inventory and snapshots go with this heartbeat: once for each change and connection."""
@@ -208,7 +218,7 @@ class HeartbeatBuilder:
     def _offer(self) -> StoreOffer | None:
         """The launcher's store, under the address by which other nodes reach this one, and what its ranks hold."""
         offer = self._state.offer
-        if offer is None:
+        if offer is None or self._state.is_replaced:
             return None
         host = offer.host or self._link.address or "127.0.0.1"
         self._snapshots.look()  # some may just have been brought
@@ -409,7 +419,10 @@ class NodeAgent:
         if isinstance(message, Refused):
             state.notices.report(f"the controller refuses this node: {message.why}")
             return
-        if problem := out_of_bounds(message, state.plan.node):
+        problem = out_of_bounds(message, state.plan.node)
+        if not problem and message.gpus and not state.plan.spec.fewer_processes:
+            problem = "it leaves a GPU out, and this node was started without --fewer-processes"
+        if problem:
             state.notices.report(f"an assignment of the controller is ignored: {problem}")
             return
         held = state.assignment
@@ -530,7 +543,8 @@ class NodeAgent:
         )
         state.written_folders = self._checkpoints.folders
         self._mover.follow()
-        self._health.update(self._job.info(workers, assignment is not None and assignment.on_probation))
+        on_probation = assignment is not None and assignment.on_probation
+        self._health.update(self._job.info(workers, on_probation, state.saved.gpus))
         self._space.follow(assignment.space if assignment is not None else None)
         if assignment is not None:
             self._drain_requests.follow(assignment.drain_request)

@@ -39,6 +39,7 @@ KEPT_SNAPSHOTS = 16
 SKIPPED_BATCHES = 1_000_000
 STOP_SIGNALS = frozenset({"SIGINT", "SIGTERM"})
 _TRACE_NAME = re.compile(r"[a-z0-9]{4,16}")
+_GPU = re.compile(r"GPU-[0-9A-Za-z-]{8,64}")
 _HOST = re.compile(r"[A-Za-z0-9._:%-]{0,255}")
 """Empty, with port 0, where a controller that lost its journal found ranks that run already."""
 
@@ -53,6 +54,8 @@ def out_of_bounds(assignment: Assignment, node: str) -> str:
         return f"its stop signal is {assignment.stop_signal[:20]!r}"
     if not _within(assignment.grace_s, LONGEST_GRACE_S):
         return f"its grace period is {assignment.grace_s} s"
+    if len(set(assignment.gpus)) < len(assignment.gpus) or not all(map(_GPU.fullmatch, assignment.gpus)):
+        return "it names impossible GPUs"
     bounds = (_round, _evidence, _trace, _tests, _paths, _tiers)
     return next((why for look in bounds if (why := look(assignment))), "")
 
@@ -188,6 +191,8 @@ class NodeSituation(Frozen, frozen=True, kw_only=True):
     asked: int = 0
     traced: int = 0
     """The newest request for traces that was taken up."""
+    gpus: tuple[str, ...] = ()
+    """With which the newest launcher was started; empty: with all."""
     may_launch: bool = True
     """False while a launcher that ended before it started any rank is not to be followed by the next."""
 
@@ -344,6 +349,8 @@ def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[NodeAction
     if node.watching is not None:
         failed = any(worker.status for worker in keeper.workers_of(node.watching))
         actions.append(AnswerLauncher(answer="look" if failed else "restart"))
+    elif node.joining and assignment.gpus != node.gpus:
+        actions.append(EndLauncher())  # the number of processes is torchrun's for as long as it lives
     elif node.joining:
         formed = assignment.round
         if assignment.stage == "run" and formed is not None and formed.attempt == attempt and node.prepared >= attempt:

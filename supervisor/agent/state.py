@@ -50,6 +50,8 @@ class SavedState(msgspec.Struct, kw_only=True):
     """Newest request to ask ranks for a checkpoint that was carried out."""
     traced: int = 0
     """Newest request for traces that was taken up."""
+    gpus: tuple[str, ...] = ()
+    """UUIDs of the GPUs with which the newest launcher was started; empty: with all."""
     notice: int = 0
     """Newest notice of the controller that was shown."""
     crash_attempt: int = 0
@@ -253,6 +255,14 @@ class AgentState:
         workers = self.keeper.workers if self.keeper is not None else ()
         return max((worker.attempt for worker in workers if worker.alive), default=0)
 
+    @property
+    def is_replaced(self) -> bool:
+        """The launcher is to end, and the next one starts another number of processes."""
+        assigned = self.assignment
+        if assigned is None or assigned.role != "member" or self.saved.joined >= assigned.attempt:
+            return False
+        return assigned.gpus != self.saved.gpus
+
     def workers_of(self, attempt: int) -> tuple[WorkerProcess, ...]:
         return self.keeper.workers_of(attempt) if self.keeper is not None else ()
 
@@ -269,5 +279,6 @@ class AgentState:
             woken=self.saved.woken,
             asked=self.saved.asked,
             traced=self.saved.traced,
+            gpus=self.saved.gpus,
             may_launch=may_launch,
         )

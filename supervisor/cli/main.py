@@ -162,6 +162,11 @@ def _run_options(command: F) -> F:
             "--traceable", is_flag=True, help="Let `unbroken trace` have ranks make traces (torch 2.7 and newer)."
         ),
         click.option(
+            "--fewer-processes",
+            is_flag=True,
+            help="Where no spare is left, a node with one bad GPU may go on with a process less: a smaller world.",
+        ),
+        click.option(
             "--no-tests",
             "no_tests",
             is_flag=True,
@@ -183,6 +188,7 @@ def run(
     spare: bool,
     nproc_per_node: str | None,
     traceable: bool,
+    fewer_processes: bool,
     no_tests: bool,
     as_json: bool,
     **flags: Any,
@@ -204,6 +210,7 @@ def run(
         nproc_per_node=nproc_per_node,
         json=as_json,
         traceable=traceable,
+        fewer_processes=fewer_processes,
         test_suspects=not no_tests,
     )
     sys.exit(front.main(options, list(command)))

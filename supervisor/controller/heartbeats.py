@@ -18,6 +18,7 @@ from diagnosis.hang import watch as hang
 from diagnosis.input_waits import InputWatch
 from diagnosis.signals import LossAlarm, RankSample
 from diagnosis.stragglers import StragglerWatch
+from recovery.fewer_processes import NodeGpus
 from recovery.snapshot_choice import RankSnapshot, ReplicaWatch
 from supervisor import messages as m
 from supervisor.node_diff import Difference, NodeDiffMonitor
@@ -78,6 +79,7 @@ class _Seen:
     stop_request: str = ""
     space: m.SpaceReported | None = None
     tests: m.NodeTestReport | None = None
+    gpus: NodeGpus | None = None
     done: bool = False
     lost: bool = False
     quiet: bool = False
@@ -372,6 +374,9 @@ class HeartbeatEvents:
         if beat.tests is not None and beat.tests != seen.tests:
             events.append(m.NodeTested(at=now, node=beat.node, report=beat.tests))
         seen.tests = beat.tests
+        if beat.gpus is not None and beat.gpus != seen.gpus:
+            events.append(m.GpusSeen(at=now, node=beat.node, gpus=beat.gpus))
+            seen.gpus = beat.gpus
         known = max(0, seen.findings - beat.findings_from)
         fresh = beat.findings[known:]
         if fresh:

@@ -179,6 +179,7 @@ class Assignments:
             evidence=node.request,
             trace=self._traces.of(node.name),
             tests=self._tests.order(node.name),
+            gpus=attempt.without[node.name].others if member and attempt and node.name in attempt.without else (),
             on_probation=self._ledger.on_probation(node.name),
             wake=node.wake,
             wake_number=node.wake_number,

@@ -12,7 +12,7 @@ import bisect
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -32,6 +32,7 @@ from recovery.checkpoint import (
     newest,
     says_step,
 )
+from recovery.fewer_processes import BadGpu, why_not_loaded
 from recovery.snapshot_choice import NodeSnapshot, common
 from recovery.snapshot_choice import choose as choose_snapshot
 from recovery.snapshot_mirrors import Mirrored, of_all, to_bring
@@ -434,6 +435,8 @@ class Attempt:
     """What every member must have on its own disk before ranks start."""
     restore: Mirrored | None = None
     """What every member may have in memory before ranks start, from another node's."""
+    without: dict[str, BadGpu] = dataclasses.field(default_factory=dict)
+    """Members that run one process less."""
     preparer: str = ""
     """The member that does the preparations."""
     offers: dict[str, StoreOffer] = dataclasses.field(default_factory=dict)
@@ -719,7 +722,32 @@ class Attempts:
         return self.current is not None and self.current.finishing
 
     def next_members(self) -> tuple[str, ...]:
-        return self._nodes.choose(self._places, self._core.spec.nodes_max)
+        """A node with a bad GPU fills up what no other can, if the checkpoint can be loaded by fewer ranks."""
+        size, fewer = self._core.spec.nodes_max, self._nodes.with_bad_gpu()
+        chosen = self._nodes.choose(self._places, size, fewer)
+        if fewer and self.why_not_fewer(chosen, self._without(chosen)):
+            return self._nodes.choose(self._places, size)
+        return chosen
+
+    def _without(self, members: Iterable[str]) -> dict[str, BadGpu]:
+        """Those of them that run fewer processes."""
+        fewer = self._nodes.with_bad_gpu()
+        return {name: bad for name in members if name in fewer and (bad := self._nodes.bad_gpu(name)) is not None}
+
+    def why_not_fewer(self, members: tuple[str, ...], without: Mapping[str, BadGpu]) -> str:
+        """Why the checkpoint that they would resume from does not let them be fewer ranks, in words."""
+        if not without:
+            return ""
+        try:
+            newest = self.checkpoints.would_choose(members)
+        except Exception as error:  # what would be lost is not known either
+            return f"which checkpoint to resume from is not known ({error})"
+        return why_not_loaded(newest, sum(self._processes(name, without) for name in members))
+
+    def _processes(self, name: str, without: Mapping[str, BadGpu]) -> int:
+        """How many the node runs; 0: not known."""
+        node = self._nodes.get(name)
+        return len(without[name].others) if name in without else len(node.gpus.gpus) if node is not None else 0
 
     # ----- forming -----
 
@@ -740,6 +768,7 @@ class Attempts:
             formed_at=self._core.now,
             resume=resume,
             bring=self.checkpoints.tiers.bring(resume.path),
+            without=self._without(members),
             prepare=prepare,
             preparer=members[0] if members and prepare else "",
         )
@@ -797,6 +826,11 @@ class Attempts:
         if attempt is None or attempt.round is not None or core.is_over:
             return
         members = self.next_members() if core.state == "RECOVERING" else attempt.members
+        if core.state == "RECOVERING" and attempt.without != (without := self._without(members)):
+            for name in attempt.without.keys() ^ without.keys():
+                attempt.offers.pop(name, None)
+            attempt.without = without
+            self._nodes.touch_all()
         resume, prepare = yield from self._resume(members)
         if not attempt.preparer and members and prepare:
             attempt.preparer = members[0]
@@ -836,22 +870,24 @@ class Attempts:
         early = core.state == "IDLE" and any((node := self._nodes.get(name)) and node.spare for name in members)
         if early and self._nodes.last_choice:  # a doubtful node is there, and left to be a spare
             early = sum(node.present and not node.spare for node in self._nodes) < wanted
-        if early or len(members) < wanted:
-            enough = yield from self._gathered(len(members))
+        fewer = len(self._without(members))
+        if early or fewer or len(members) < wanted:
+            enough = yield from self._gathered(len(members), fewer)
             if not enough:
                 return "too few"
         yield cancel("gather", "nodes", "hold")
         return "enough"
 
-    def _gathered(self, found: int) -> WantsAnd[bool]:
-        """Whether to go on with what there is: fewer than `nodes_max` nodes, or spares among them."""
+    def _gathered(self, found: int, fewer: int) -> WantsAnd[bool]:
+        """Whether to go on with what there is: fewer than `nodes_max` nodes, or spares among them, or (`fewer`) such as
+        run fewer processes."""
         core, spec = self._core, self._core.spec
         if "nodes" not in core.timers:
             yield Timer("nodes", core.now + spec.wait_for_nodes_s)
             if found or self.current is not None:
-                yield note("nodes_awaited", found=found, wanted=spec.nodes_max)
+                yield note("nodes_awaited", found=found - fewer, wanted=spec.nodes_max)
         deadline = core.timers["nodes"]
-        may_be_fewer = core.state == "IDLE" or spec.nodes_min < spec.nodes_max
+        may_be_fewer = core.state == "IDLE" or spec.nodes_min < spec.nodes_max or fewer > 0
         self._gather_until = deadline - spec.wait_for_nodes_s + spec.gather_s if may_be_fewer else deadline
         if core.now < self._gather_until:
             if may_be_fewer:
@@ -869,9 +905,26 @@ class Attempts:
         self.started_at = now if self.started_at is None else self.started_at
         yield Timer("form", now + self._form_limit_s())
         self._nodes.touch_all()
+        yield from self._tell_fewer(attempt)
         yield from self._form_round()
         if attempt.prepare_error:
             yield OpenIncident("setup", attempt.prepare_error, now)
+
+    def _tell_fewer(self, attempt: Attempt) -> Wants:
+        """Before any rank starts: the world is smaller, and what that may change."""
+        sizes = [self._processes(name, attempt.without) for name in attempt.members]
+        for name, bad in attempt.without.items():
+            yield note(
+                "fewer_processes",
+                loud=True,
+                node=name,
+                gpu=bad.uuid,
+                reason=bad.reason,
+                processes=len(bad.others),
+                of=len(bad.others) + 1,
+                world=sum(sizes) if all(sizes) else None,
+                full=sum(sizes) + len(attempt.without) if all(sizes) else None,
+            )
 
     def _form_limit_s(self) -> float:
         attempt = self.current
@@ -883,6 +936,9 @@ class Attempts:
         attempt = self.live(event.attempt)
         if attempt is None or attempt.round is not None or event.node not in attempt.member_set:
             return
+        expected = self._processes(event.node, attempt.without) if self._core.spec.fewer_processes else 0
+        if expected not in (0, event.offer.local_world_size):
+            return  # the launcher of the attempt before: the next one starts as many as it should
         attempt.offers[event.node] = event.offer
         if attempt.prepare_error.startswith(f"{event.node} could not prepare "):
             attempt.prepare_error = ""  # a later try succeeded

@@ -26,9 +26,11 @@ import msgspec
 from diagnosis.flight.who_waits import WaitGraph, who_waits
 from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict
 from diagnosis.signals import Evidence, Finding, NodeEvidence, rank_names
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass
 from recovery import policy
 from recovery.checkpoint import ResumeSituation
+from recovery.cordon import Cordon
+from recovery.fewer_processes import BadGpu
 from recovery.group_tests import Blamed, PairConclusion
 from recovery.incident_memory import Correction, Recurrence
 from recovery.policy import Plan, RestartBudget
@@ -1015,10 +1017,35 @@ class Incidents:
             else nodes.cordons.allowed_together(sorted(culprits), members, now),
             vouched=nodes.cordons.vouched_since(record.opened_at),
             on_probation=tuple(sorted(filter(self._ledger.on_probation, culprits))),
+            without_gpu=self._can_do_without(verdict, attempt),
+            fewer_failed=self._fewer_failed(verdict, attempt),
             may_requeue=self._scheduler.may_requeue,
             unproven=record.hang is not None and not record.hang.proven,
             did_not_help=did_not_help,
         )
+
+    def _can_do_without(self, verdict: Verdict, attempt: Attempt) -> tuple[str, ...]:
+        """Culprit nodes that go on without a GPU, where no other can take their place."""
+        found = {name: bad for name, bad in self._of_one_gpu(verdict).items() if name not in attempt.without}
+        members = tuple(name for name in attempt.members if self._nodes.is_present(name))
+        return () if self._attempts.why_not_fewer(members, {**attempt.without, **found}) else tuple(found)
+
+    def _of_one_gpu(self, verdict: Verdict) -> dict[str, BadGpu]:
+        """Culprit nodes of which one GPU alone is bad."""
+        if not self._core.spec.fewer_processes:
+            return {}
+        cordons: dict[str, list[Cordon]] = {}
+        for one in verdict.culprits:
+            cordon = Cordon(node=one.node, gpu=one.gpu, reason=verdict.why, failure_class=verdict.failure_class)
+            cordons.setdefault(one.node, []).append(cordon)
+        found = ((name, self._nodes.bad_gpu(name, *held)) for name, held in cordons.items())
+        return {name: bad for name, bad in found if bad is not None}
+
+    def _fewer_failed(self, verdict: Verdict, attempt: Attempt) -> tuple[str, ...]:
+        """Nodes whose missing process may be what kept the attempt from its first step."""
+        made_none = attempt.step is None and not attempt.counted
+        ours = TAXONOMY[verdict.failure_class].retry in ("same", "back", "never")
+        return tuple(attempt.without) if made_none and ours else ()
 
     def _launcher_code(self, record: IncidentRecord) -> int | None:
         """The run's exit code, where torchrun's own error ends it: nothing ran, and nothing will."""
@@ -1176,11 +1203,19 @@ class Incidents:
     def _leave_out(self, record: IncidentRecord, plan: Plan, by_operator: bool = False) -> Wants:
         cordons = self._nodes.cordons
         vouched = cordons.vouched_since(record.opened_at)
+        attempt, verdict = self._attempts.current, record.verdict
+        fewer = attempt.without if attempt is not None else {}
+        alone = self._of_one_gpu(verdict) if verdict is not None else {}
+        failed = self._fewer_failed(verdict, attempt) if attempt is not None and verdict is not None else ()
+        for name in failed:
+            self._nodes.use_whole(name)
+            yield record.note("fewer_given_up", loud=True, node=name, why="with a process less no step was made")
         for cordon in plan.cordons:
             if cordon.node in vouched:
                 yield record.note("cordon_vouched", node=cordon.node)
-            elif cordons.of(cordon.node, self._core.now) is None:
+            elif cordons.of(cordon.node, self._core.now) is None or cordon.node in fewer:
                 yield record.note("cordoned", loud=True, node=cordon.node, reason=cordon.reason)
+                self._nodes.use_whole(cordon.node, cordon.node not in alone or cordon.node in fewer)
                 yield from self._scheduler.cordon(cordon, approved=by_operator)
 
     # ----- active tests of suspects -----

@@ -256,6 +256,7 @@ class Job:
             m.TiersSeen: self.tiers.add,
             m.SpaceSeen: self.space.seen,
             m.NodeTested: self.tests.reported,
+            m.GpusSeen: self._gpus_seen,
             m.StragglersSeen: self._stragglers_seen,
             m.NodesLeaving: self.swaps.leaving,
             m.InputWaitSeen: self._input_wait_seen,
@@ -588,6 +589,11 @@ class Job:
         if back and not event.host:
             yield from self.incidents.node_back(node.name)
         yield from self._refresh_and_proceed()
+
+    def _gpus_seen(self, event: m.GpusSeen) -> Wants:
+        self.nodes.set_gpus(event.node, event.gpus)
+        if event.node in self.nodes.cordoned():
+            yield from self._refresh_and_proceed()
 
     def _node_quiet(self, event: m.NodeQuiet) -> None:
         self.nodes.set_quiet(event.node, event.at - event.silent_s if event.silent_s else None)

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
-from recovery.cordon import Cordons
+from recovery.cordon import Cordon, Cordons
+from recovery.fewer_processes import BadGpu, NodeGpus, bad_gpu
 from recovery.swaps import SwapSignal
 from supervisor.job.core import Core
 from supervisor.messages import EvidenceRequest, NodeJoined
@@ -49,6 +50,10 @@ class Node:
     """Its switch or rack; empty: not known."""
     can_test: bool = True
     """Its agent makes active tests."""
+    gpus: NodeGpus = dataclasses.field(default_factory=NodeGpus)
+    """Those of its processes, where it may be started without one."""
+    whole: bool = False
+    """It did not do without one: while it is cordoned it is not used at all."""
 
 
 class Nodes:
@@ -126,6 +131,21 @@ class Nodes:
     def cordoned(self) -> set[str]:
         return {cordon.node for cordon in self.cordons.all(self._core.now)}
 
+    def bad_gpu(self, name: str, *more: Cordon) -> BadGpu | None:
+        """The only reason why the node is cordoned, where it may go on without that GPU. `more`: would come."""
+        node = self._nodes.get(name)
+        if not self._core.spec.fewer_processes or node is None or not node.present or node.done or node.whole:
+            return None
+        held = [one for one in self.cordons.all(self._core.now) if one.node == name]
+        return bad_gpu([*held, *more], node.gpus)
+
+    def with_bad_gpu(self) -> tuple[str, ...]:
+        """Nodes that can go on without a GPU, in order of registration."""
+        if not self._core.spec.fewer_processes:
+            return ()
+        cordoned = self.cordoned()
+        return tuple(node.name for node in self if node.name in cordoned and self.bad_gpu(node.name) is not None)
+
     def is_unwell(self, name: str) -> bool:
         return name in self._unwell
 
@@ -134,21 +154,23 @@ class Nodes:
         number, ranks = self._left_stopped
         return ranks if number == attempt else ()
 
-    def choose(self, previous: tuple[str, ...], size: int) -> tuple[str, ...]:
+    def choose(self, previous: tuple[str, ...], size: int, fewer: tuple[str, ...] = ()) -> tuple[str, ...]:
         """The members of the next attempt, at most `size`, in the order of their ranks.
 
         Members of the previous attempt keep their places; a node that replaces a lost one takes its place, so that
         ranks move as little as possible. Ordinary nodes come before spares, and both before those on probation or with
         a bad score, or a bad device. Those that are silent just now come last, and of them first the one that was heard
-        last.
+        last. Nodes of `fewer` run fewer processes: they fill up what the others leave.
         """
-        made_from = (self._revision, previous, size, self.cordoned(), self.last_choice)
+        made_from = (self._revision, previous, size, self.cordoned(), self.last_choice, fewer)
         if self._chosen[0] != made_from:
-            self._chosen = (made_from, self._choose(previous, size))
+            self._chosen = (made_from, self._choose(previous, size, fewer))
         return self._chosen[1]
 
-    def _choose(self, previous: tuple[str, ...], size: int) -> tuple[str, ...]:
+    def _choose(self, previous: tuple[str, ...], size: int, fewer: tuple[str, ...]) -> tuple[str, ...]:
         usable = {node.name: node for node in self.usable()}
+        ones = sorted(fewer, key=lambda name: name not in previous)
+        usable |= {name: self._nodes[name] for name in ones[: max(0, size - len(usable))]}
         self._kept = known = frozenset(previous)
         free = [node for node in usable.values() if node.name not in known]
         last = self.last_choice
@@ -226,8 +248,20 @@ class Nodes:
             self._unwell.discard(name)
             self._revision += 1
 
+    def set_gpus(self, name: str, gpus: NodeGpus) -> None:
+        """An agent that was started again does not see a GPU that has gone: what was known before still holds."""
+        node = self._nodes.get(name)
+        if node is not None and (gpus.gpus or not node.gpus.gpus):
+            node.gpus = gpus
+
+    def use_whole(self, name: str, whole: bool = True) -> None:
+        """`whole`: it is not started without a GPU any more."""
+        node = self._nodes.get(name)
+        if node is not None:
+            node.whole = whole
+
     def lose(self, node: Node, why: str, *, front_ended: bool = False) -> None:
-        node.present, node.why = False, why
+        node.present, node.why, node.gpus = False, why, NodeGpus()
         self._revision += 1
         self._unfinished.discard(node.name)
         node.front_ended |= front_ended

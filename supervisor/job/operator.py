@@ -284,7 +284,14 @@ class Operator:
         attempt = self._attempts.current
         if attempt is None or attempt.over or name not in attempt.member_set:
             return
-        if attempt.round is not None:
+        known, bad = self._nodes.get(name), self._nodes.bad_gpu(name)
+        if self._core.spec.fewer_processes and gpu and bad is None and known is not None:
+            why = known.gpus.problem or f"{gpu} is not one that its processes have, or not the only bad one"
+            yield note("gpu_not_left_out", loud=True, node=name, why=why)
+        if attempt.round is not None and bad is not None:
+            n = len(bad.others)
+            yield note("gpu_in_use", loud=True, node=name, gpu=bad.uuid, processes=n, of=n + 1)
+        elif attempt.round is not None:
             yield note("node_in_use", loud=True, node=name)
         elif self._core.state == "STARTING":
             yield NextAttempt()

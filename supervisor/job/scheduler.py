@@ -414,6 +414,7 @@ class SchedulerRequests:
         lifted = cordons.lift(name, gpu)
         if lifted and cordons.of_job(name, now) is not None:
             return  # for another GPU, so it stays left out and drained
+        self._nodes.use_whole(name, False)
         cordons.vouch(name, now)
         yield from self._undrain(name, lifted)
         if not lifted:

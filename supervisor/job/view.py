@@ -281,6 +281,9 @@ def _node(job: Parts, node: Node, blamed: str) -> NodeView:
     why = ""
     if not node.present:
         state, why = "LOST", node.why
+    elif attempt is not None and not attempt.over and (bad := attempt.without.get(node.name)) is not None:
+        n = len(bad.others)
+        why = f"{n} of {n + 1} processes, without {bad.uuid}: {bad.reason}"
     elif cordon is not None:
         state, why = "CORDONED", cordon.reason if cordon.by == "policy" else f"{cordon.reason} (by {cordon.by})"
     elif blamed:

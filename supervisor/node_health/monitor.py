@@ -149,7 +149,8 @@ class HealthMonitor:
     def update(self, job: JobInfo) -> None:
         """Send news of the job to the probe workers, and keep `health.json` current."""
         if job != self._job:
-            self._job = self.check_states.job = job
+            self._job = job
+            self.check_states.follow(job)
             for worker in self.workers.values():
                 worker.tell(job)
         now = time.monotonic()

@@ -100,6 +100,8 @@ class CheckStates:
     def __init__(self, node: str, boot_id: str = "", steps: Callable[[], Mapping[int, int]] = dict) -> None:
         """`steps`: rank -> its newest step; called when something is reported."""
         self.job = JobInfo()
+        self._gpus_of_ranks: dict[int, str] = {}
+        """Of the newest ranks."""
         self.changes = 0
         """Grows whenever a status, a level or an unhealthy text changes."""
         self._node = node
@@ -266,6 +268,13 @@ class CheckStates:
             rank = self.job.ranks.get(pid)
             if rank is not None:
                 self._gpu_ranks[result.gpu] = rank
+
+    def follow(self, job: JobInfo) -> None:
+        """The job on this node, as it is now."""
+        if job.gpus_of_ranks and job.gpus_of_ranks != self._gpus_of_ranks:
+            self._gpu_ranks.clear()  # the same rank may have another GPU now
+            self._gpus_of_ranks = job.gpus_of_ranks
+        self.job = job
 
     def _rank_of(self, result: CheckResult) -> int | None:
         """By the processes of the result, else by the driver's list of processes, else by the devices of ranks."""

@@ -61,7 +61,8 @@ class RunOptions:
     traceable: bool = False
     """Ranks make a trace when they are asked (`unbroken trace`)."""
     test_suspects: bool = True
-    """As in `JobSpec`."""
+    fewer_processes: bool = False
+    """As in `JobSpec`, both."""
 
     @property
     def run(self) -> RunSettings:
@@ -159,6 +160,8 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
             scheduler_node=scheduler_node,
             domain=slurm_domain(environment),
             snapshot_files=tuple(addresses(slots)),
+            processes=_processes(read.nproc_per_node, environment),
+            torchrun_options=len(launcher_argv) - len(read.script_args) - 1,
             settings=settings,
         )
         _write_plan(plan, local.paths)
@@ -269,6 +272,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         swap_signal=options.settings.swap.signal,
         traceable=options.traceable,
         test_suspects=options.test_suspects,
+        fewer_processes=options.fewer_processes,
         ledger=options.settings.ledger.cordons if options.settings.ledger.folder else "",
     )
     restarts = read.max_restarts if options.run.max_restarts is None else options.run.max_restarts

@@ -72,6 +72,23 @@ def test_a_round_is_that_of_the_launcher_whose_store_it_names(rank: int, port: i
     assert (Join(round=formed, rank=rank) in steps) is joins
 
 
+def test_another_number_of_processes_needs_another_launcher() -> None:
+    fewer = assigned("form", 2, gpus=("GPU-12345678",))
+    assert reconcile(fewer, node(joining=True, prepared=2)) == [EndLauncher()]
+    ended = LauncherProcess(pid=10, status=0)
+    assert reconcile(fewer, node(launcher=ended, prepared=2)) == [Launch()]
+    running = assigned("run", 2, gpus=fewer.gpus, round=ROUND_2)
+    assert reconcile(running, node(joining=True, prepared=2)) == [EndLauncher()]
+    assert Join(round=ROUND_2, rank=1) in reconcile(running, node(joining=True, prepared=2, gpus=fewer.gpus))
+    assert reconcile(assigned("form", 3), node(joining=True, prepared=3, gpus=fewer.gpus)) == [EndLauncher()]
+
+
+@pytest.mark.parametrize("gpus", [("0",), ("GPU-1",), ("GPU-12345678",) * 2, ("GPU-12345678,GPU-99999999",)])
+def test_gpus_have_uuids(gpus: tuple[str, ...]) -> None:
+    assert out_of_bounds(assigned("form", gpus=gpus), "a")
+    assert not out_of_bounds(assigned("form", gpus=("GPU-12345678-0000-0000-0000-000000000000",)), "a")
+
+
 def test_a_joining_launcher_waits_for_the_round() -> None:
     assert reconcile(assigned("form", 2), node(joining=True, prepared=2)) == []
     steps = reconcile(assigned("run", 2, round=ROUND_2), node(joining=True, prepared=2))
@@ -279,5 +296,6 @@ def test_no_field_names_a_program_or_a_variable() -> None:
         "trace",  # a name without a path in it, checked by `out_of_bounds`; what is written is in the job folder
         "tests",  # a suite of ours, or a place in a group, checked by `out_of_bounds`; the plan names the Python
         "on_probation",
+        "gpus",  # UUIDs, checked by `out_of_bounds`: those of the node's that its processes get, where it allows that
         "tiers",  # names below its own checkpoint folder, checked again by its mover; peers, who prove themselves
     }
