@@ -27,6 +27,8 @@ COMMON: Final = (
     "number of nan iterations",
     "loss",
     "grad",
+    "scale",
+    "state",
     "step",
     "iter",
     "mlx5",
