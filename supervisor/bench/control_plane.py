@@ -79,7 +79,7 @@ def report(folder: Path, sizes: Sequence[int], phases: Sequence[str], say: Say) 
     rows: list[Figures] = []
     for nodes in sizes:
         say(f"{nodes} nodes ...")
-        with _Job(folder / f"nodes{nodes}", nodes) as job:
+        with BenchJob(folder / f"nodes{nodes}", nodes) as job:
             rows.append(_story(job, phases, say))
     return {"schema": 1, "load": os.getloadavg()[0], "rows": rows, "growth": growth(rows), "goals": goals(rows)}
 
@@ -104,7 +104,7 @@ def goals(rows: Sequence[Figures]) -> list[dict[str, Any]]:
 # ----- one job -----
 
 
-class _Job:
+class BenchJob:
     """A controller and its fake agents."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
@@ -120,7 +120,7 @@ class _Job:
         self._ended = threading.Event()
         self._errors = open(folder / "agents.log", "wb")  # noqa: SIM115
 
-    def __enter__(self) -> _Job:
+    def __enter__(self) -> BenchJob:
         self.controller = self._start(restarted=False)
         self.await_("the controller", lambda: read_controller_file(self.job_dir) is not None)
         self.agents = subprocess.Popen(
@@ -235,7 +235,7 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _watched(job: _Job, figures: Figures, name: str) -> Iterator[None]:
+def _watched(job: BenchJob, figures: Figures, name: str) -> Iterator[None]:
     """The costs of one phase: CPU, journal, slowest answer, agents that gave their connection up."""
     before, process = job.journal_mb(), job.controller.pid
     cpu_s, waited_s = job.cpu_s(), job.waited_s()
@@ -252,7 +252,7 @@ def _watched(job: _Job, figures: Figures, name: str) -> Iterator[None]:
     figures["dropped"] = figures.get("dropped", 0) + told["unanswered"]
 
 
-def _story(job: _Job, phases: Sequence[str], say: Say) -> Figures:
+def _story(job: BenchJob, phases: Sequence[str], say: Say) -> Figures:
     figures: Figures = {"nodes": job.nodes, "spares": job.spares}
     with _watched(job, figures, "join"):
         began = time.time()
@@ -276,7 +276,7 @@ def _story(job: _Job, phases: Sequence[str], say: Say) -> Figures:
 # ----- phases -----
 
 
-def _steady(job: _Job, figures: Figures) -> None:
+def _steady(job: BenchJob, figures: Figures) -> None:
     before, began, theirs = job.cpu_s(), time.monotonic(), job.ask("stats")["cpu_s"]
     time.sleep(STEADY_S)
     told, took_s = job.ask("stats"), time.monotonic() - began
@@ -295,7 +295,7 @@ def _quantiles(figures: Figures, name: str, seconds: Sequence[float]) -> None:
     figures[f"{name}_max_ms"] = round(1e3 * ordered[-1], 2)
 
 
-def _reads(job: _Job, figures: Figures) -> None:
+def _reads(job: BenchJob, figures: Figures) -> None:
     for name in ("status", "timeline"):
         began = time.monotonic()
         job.client().get(f"/v1/{name}")
@@ -303,11 +303,11 @@ def _reads(job: _Job, figures: Figures) -> None:
         time.sleep(0.3)
 
 
-def _attempt(job: _Job) -> int:
+def _attempt(job: BenchJob) -> int:
     return int(job.ask("stats")["attempt"])
 
 
-def _death(job: _Job, figures: Figures) -> None:
+def _death(job: BenchJob, figures: Figures) -> None:
     attempt, began = _attempt(job), time.time()
     job.ask("die", job.members // 3, 1)
     figures["verdict_s"] = round(job.first_logged(r"^i-\d+: \w+ \(\d+% sure\)", began), 2)
@@ -315,7 +315,7 @@ def _death(job: _Job, figures: Figures) -> None:
     time.sleep(SETTLE_S)
 
 
-def _restart(job: _Job, figures: Figures) -> None:
+def _restart(job: BenchJob, figures: Figures) -> None:
     attempt, began = _attempt(job), time.time()
     job.client().command(CommandRequest(command="restart", reason="bench", by="bench"))
     figures["restart_form_s"] = round(job.all_informed(f"{attempt + 1} form", began, job.members), 2)
@@ -323,7 +323,7 @@ def _restart(job: _Job, figures: Figures) -> None:
     time.sleep(SETTLE_S)
 
 
-def _kill(job: _Job, figures: Figures) -> None:
+def _kill(job: BenchJob, figures: Figures) -> None:
     found = read_controller_file(job.job_dir)
     assert found is not None
     attempt, began = _attempt(job), time.time()
@@ -341,7 +341,7 @@ def _kill(job: _Job, figures: Figures) -> None:
     figures["reconnect_new_attempts"] = _attempt(job) - attempt
 
 
-def _storm(job: _Job, figures: Figures) -> None:
+def _storm(job: BenchJob, figures: Figures) -> None:
     began = time.monotonic()
     job.ask("find", 0, FINDINGS)
     time.sleep(1.1)
@@ -350,7 +350,7 @@ def _storm(job: _Job, figures: Figures) -> None:
     time.sleep(SETTLE_S)
 
 
-def _mass(job: _Job, figures: Figures) -> None:
+def _mass(job: BenchJob, figures: Figures) -> None:
     lost = max(1, int(LOST_SHARE * job.nodes))
     status = job.client().get("/v1/status")
     incidents, attempt, began = status["incidents_total"], _attempt(job), time.time()
@@ -368,7 +368,7 @@ def _mass(job: _Job, figures: Figures) -> None:
     )
 
 
-def _newest_shown(job: _Job, attempt: int, began: float) -> float:
+def _newest_shown(job: BenchJob, attempt: int, began: float) -> float:
     """Wait until all members are told to run in the newest attempt after `attempt`: it may take more than one."""
     found: list[float] = []
 
@@ -382,7 +382,7 @@ def _newest_shown(job: _Job, attempt: int, began: float) -> float:
     return max(found) - began
 
 
-_PHASES: Final[dict[str, Callable[[_Job, Figures], None]]] = {
+_PHASES: Final[dict[str, Callable[[BenchJob, Figures], None]]] = {
     "steady": _steady,
     "reads": _reads,
     "death": _death,

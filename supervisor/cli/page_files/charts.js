@@ -18,7 +18,7 @@ function curve_points(curve, status) {
   if (!status.outcome && last && last.attempt === status.attempt && status.step > last.step) points.push({ at: status.now, ms: Date.parse(status.now), attempt: status.attempt, step: status.step, loss: status.loss ?? null, rate: null });
   points.forEach((one, index) => {
     const before = points[index - 1];
-    if (!before || before.attempt !== one.attempt || one.step === null || before.step === null || one.ms <= before.ms || one.step < before.step) return;
+    if (!before || before.attempt !== one.attempt || one.step === null || before.step === null || one.ms <= before.ms || one.step <= before.step) return;
     one.rate = ((one.step - before.step) * 1000) / (one.ms - before.ms);
   });
   return points;

@@ -69,9 +69,9 @@ function note_step(status) {
 
 function sentence(status) {
   if (status.outcome) return status.outcome.line;
-  if (status.waiting) return `Waiting: ${status.waiting}.`;
   const open = status.incidents.filter((one) => one.open).pop();
-  if (open) return `${open.id}: ${open.failure_class || "not classified yet"}${open.why ? `: ${open.why}` : ""}`;
+  const broken = open ? `${open.id}: ${open.failure_class || "not classified yet"}${open.why ? `: ${open.why}` : ""}.` : "";
+  if (status.waiting || open) return `${broken}${status.waiting ? ` Waiting: ${status.waiting}.` : ""}`.trim();
   const nodes = now.nodes.filter((node) => node.ranks.length).length;
   const step = status.step === null ? "no step is known yet" : `at step ${status.step.toLocaleString()}${status.last_step === null ? "" : ` of ${status.last_step.toLocaleString()}`}`;
   return `${status.state === "RUNNING" ? "Training" : "Starting"} on ${count(nodes, "node")}, ${step}, attempt ${status.attempt}.`;
@@ -302,8 +302,10 @@ function tables() {
   at("cordons").replaceChildren(table(["node", "GPU", "reason", "by", "since", "until", "scheduler"], cordons, "None."));
 }
 
+const is_command = (row) => row.kind === "override_given";
+
 function audit() {
-  const rows = now.rows.filter((row) => row.kind === "override_given" || (row.kind === "note" && row.text.startsWith("refused: "))).slice(-100).reverse();
+  const rows = now.rows.filter((row) => is_command(row) || (row.kind === "note" && row.text.startsWith("refused: "))).slice(-100).reverse();
   at("audit").replaceChildren(table(["time", "who asked for what"], rows.map((row) => [clock(row.at), row.text]), "Nobody has given a command."));
 }
 
@@ -360,6 +362,13 @@ async function send(dry_run) {
   }
 }
 
+// Of two operators the second is told what the first has done.
+async function say_newest(element, mine) {
+  await read_more();
+  const newest = now.rows.filter(is_command).pop();
+  if (mine === turn && newest && seconds(newest.at, now.status.now) < 600) element.textContent += `\nThe newest command: ${clock(newest.at)} ${newest.text}`;
+}
+
 async function look() {
   const mine = ++turn;
   at("would").textContent = "Asking what it would do …";
@@ -368,6 +377,7 @@ async function look() {
   if (mine !== turn) return;
   at("would").textContent = answer.error || answer.would;
   at("yes").disabled = Boolean(answer.error || answer.refused);
+  if (at("yes").disabled) say_newest(at("would"), mine);
 }
 
 function ask(command, argument) {
@@ -403,6 +413,7 @@ at("yes").onclick = async () => {
   at("yes").hidden = !answer.error;
   at("look").hidden = !answer.error; // it may have been done: look again before it is sent twice
   at("no").textContent = "Close";
+  if (answer.error) say_newest(at("outcome"), mine);
 };
 
 // ----- what comes in -----
@@ -455,28 +466,35 @@ async function read_curve() {
   }
 }
 
-let reading = false;
+let reading = null;
 let again = false;
-async function read_more() {
-  if (reading) return void (again = true);
-  reading = true;
+// Once at a time; who waits for it gets what was there when it was asked for.
+function read_more() {
+  again = true;
+  reading = reading || (async () => {
+    for (; again; await read_once()) again = false;
+    reading = null;
+  })();
+  return reading;
+}
+
+async function read_once() {
   try {
-    const [found, rows] = await Promise.all(["api/incidents", `api/timeline?since=${now.seq}`].map(async (path) => (await fetch(path)).json()));
+    const found = await (await fetch("api/incidents")).json(); // what broke comes first: the timeline may take longer
     if (found.incidents) now.incidents = found.incidents;
-    if (rows.rows) now.rows = now.rows.concat(rows.rows).slice(-2000);
-    now.seq = now.rows.length ? now.rows[now.rows.length - 1].seq : 0;
     incidents();
-    timeline();
-    audit();
     strip(now.status);
     newest(now.status);
     read_curve();
     if (location.hash && !now.went) { now.went = true; follow_link(); }
+    const rows = await (await fetch(`api/timeline?since=${now.seq}`)).json();
+    if (rows.rows) now.rows = now.rows.concat(rows.rows).slice(-2000);
+    now.seq = now.rows.length ? now.rows[now.rows.length - 1].seq : 0;
+    timeline();
+    audit();
   } catch {
     /* the stream says what is wrong */
   }
-  reading = false;
-  if (again) { again = false; read_more(); }
 }
 
 const STORY = (status) => JSON.stringify([status.state, status.attempt, status.incidents, status.paused, status.cordons.length, status.swaps, status.ended_at]);
