@@ -294,19 +294,22 @@ _SUSPICIONS: Final = frozenset({FailureClass.NCCL_TIMEOUT})
 """Symptoms behind which a bad node may be, besides the classes whose cure is to leave a node out."""
 
 
-def suspects(verdict: Verdict, situation: Situation, plan: Plan) -> tuple[str, ...]:
+def suspects(verdict: Verdict, situation: Situation, plan: Plan, alerted: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Nodes whose hardware or network is suspected and not proven to be the cause: worth a test before the restart.
 
+    `alerted`: nodes that the site's own monitoring suspects; they count where the verdict does not speak against it.
     Not where the answer could change nothing: the plan is no restart, or no node could take the place of a bad one.
     """
     entry = TAXONOMY[verdict.failure_class]
     machine = entry.retry == "exclude" and entry.domain in ("accelerator", "host", "network", "performance")
-    if not (machine or verdict.failure_class in _SUSPICIONS) or _wants_cordon(verdict, situation):
+    unclear = verdict.failure_class is FailureClass.UNKNOWN and bool(alerted)
+    if not (machine or unclear or verdict.failure_class in _SUSPICIONS) or _wants_cordon(verdict, situation):
         return ()
     if plan.kind != "restart" or (_short(situation, 1) and not situation.may_requeue):
         return ()
     spared = {*situation.lost, *situation.vouched}
-    return tuple(dict.fromkeys(one.node for one in verdict.culprits if one.node and one.node not in spared))
+    named = [*alerted] if unclear else [*(one.node for one in verdict.culprits), *alerted]
+    return tuple(dict.fromkeys(name for name in named if name and name not in spared))
 
 
 def _nodes_to_cordon(verdict: Verdict, situation: Situation) -> tuple[Cordon, ...]:

@@ -731,6 +731,9 @@ SITE_TABLES: Final = ("xid", "sxid", "kernel", "rule")
 class SiteFile(Frozen, frozen=True, kw_only=True):
     """A site file, read. `path` is empty where there is none."""
 
+    alert: list[dict[str, Any]] = []
+    """Rules of alerts from outside, which the controller reads (docs/access.md)."""
+
     site: Site = Site()
     tables: dict[str, Any] = {}
     """The sections of `SITE_TABLES` as TOML has them."""
@@ -751,6 +754,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
     sxid: dict[str, Any] = {}
     kernel: dict[str, Any] = {}
     rule: list[dict[str, Any]] = []
+    alert: list[dict[str, Any]] = []
 
 
 class _RulesFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -792,7 +796,7 @@ def load_site(named: str = "") -> SiteFile:
         interfaces_left_out=read.interfaces_left_out,
         tables=tables,
     )
-    found = SiteFile(site=site, tables=tables, path=str(path), drain_requests=read.drain_requests)
+    found = SiteFile(site=site, tables=tables, path=str(path), drain_requests=read.drain_requests, alert=read.alert)
     return _with_learned(found, named)
 
 

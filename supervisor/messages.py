@@ -13,6 +13,7 @@ import msgspec
 
 from diagnosis.incident import HangReport, Opinion
 from diagnosis.signals import Evidence, ExitRecord, Finding, Frozen, LossAlarm, NodeEvidence, RankSample, clean_line
+from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint, Preparation, Resume
 from recovery.fewer_processes import NodeGpus
 from recovery.group_tests import GroupPart
@@ -674,6 +675,31 @@ class StragglersSeen(Event, frozen=True, kw_only=True, tag="stragglers_seen"):
     """Share of its time that the slow rank waits for data, where that is what makes it slow."""
 
 
+class OutsideAlert(Frozen, frozen=True, kw_only=True):
+    """An alert of somebody else's monitoring that fires for a node of the job."""
+
+    key: str
+    """Of its node and labels: the same as long as it lasts."""
+    node: str
+    name: str
+    text: str = ""
+    failure_class: FailureClass = FailureClass.UNKNOWN
+    """By a rule; nothing is proven."""
+    gpu: str = ""
+    suspect: bool = False
+    """The site's rules want the node tested before a restart."""
+    at: float = 0.0
+    """When it was heard of last."""
+
+
+class AlertsSeen(Event, frozen=True, kw_only=True, tag="alerts_seen"):
+    """Alerts from outside that fire now, or have ended, as far as the job did not know it."""
+
+    firing: tuple[OutsideAlert, ...] = ()
+    ended: tuple[str, ...] = ()
+    """Keys."""
+
+
 class NodesLeaving(Event, frozen=True, kw_only=True, tag="nodes_leaving"):
     """The job's nodes that the scheduler takes out of service; sent when that has changed."""
 
@@ -979,6 +1005,7 @@ AnyEvent = (
     | TiersSeen
     | VersionsCompared
     | StragglersSeen
+    | AlertsSeen
     | NodesLeaving
     | InputWaitSeen
     | NumbersSeen

@@ -127,6 +127,17 @@ KINDS: Final[dict[str, Kind]] = {
     "stragglers_gone": _kind("{who} no longer [one?slows][!one?slow] the others down"),
     "input_wait": _kind("{what}"),
     "input_wait_gone": _kind("the ranks wait for data no longer"),
+    # alerts from outside
+    "alert_fires": _kind(
+        "{node}: alert {name} ({failure_class})[gpu?, GPU {gpu}][said?: {said}]", tells=["alerts_seen"]
+    ),
+    "alert_suspects": _kind(
+        "{node}: alert {name} ({failure_class})[gpu?, GPU {gpu}][said?: {said}]. An alert proves nothing: the node is "
+        "tested before the next restart, and `unbroken swap {node}` replaces it",
+        tells=["alerts_seen"],
+    ),
+    "alert_ended": _kind("{node}: alert {name} has ended", tells=["alerts_seen"]),
+    "alerts_left_out": _kind("more than {most} alerts fire: the others are left out", tells=["alerts_seen"]),
     # active tests
     "suspects_tested": _kind(
         "{nodes} and {partners} test each other before the next attempt, at most {at_most:.0f} s: who is to blame is "

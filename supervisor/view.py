@@ -19,7 +19,7 @@ from recovery.ledger import TestResult
 from recovery.policy import Mode, Plan
 from recovery.swaps import Cause
 from recovery.tiers import Tier
-from supervisor.messages import Outcome, Stage, SuiteName
+from supervisor.messages import Outcome, OutsideAlert, Stage, SuiteName
 from supervisor.node_diff import Difference
 
 PHASES = ("detect", "diagnose", "decide", "stop", "rendezvous", "start", "first_step")
@@ -117,6 +117,8 @@ class IncidentView(Frozen, frozen=True, kw_only=True):
     """What operators say that it was, the newest last; only where there are any."""
     waits: WaitGraph | msgspec.UnsetType = msgspec.UNSET
     """Of a hang: who waits for whom; only where somebody does."""
+    alerts: tuple[OutsideAlert, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of others' monitoring, that fired beside it; only where there are any."""
 
 
 class HoldView(Frozen, frozen=True, kw_only=True):
@@ -421,6 +423,8 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """Only where there is one: the newest snapshot of which other nodes have copies in memory."""
     hung: HungView | None = None
     """A diagnosed hang that lasts: also one whose restart waits for an operator."""
+    alerts: tuple[OutsideAlert, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of others' monitoring, that fire now for nodes of the job; only where there are any."""
     swaps: tuple[SwapView, ...] | msgspec.UnsetType = msgspec.UNSET
     """Nodes that should leave, and when; only where there are any."""
     tests: tuple[NodeTestsView, ...] | msgspec.UnsetType = msgspec.UNSET

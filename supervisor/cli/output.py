@@ -91,6 +91,9 @@ def past_fields(incident: dict[str, Any], clock: Callable[[str], str]) -> Iterat
     """For `why`: whether it has happened before, and what operators say that it was, the newest first."""
     for number, one in enumerate(incident.get("recurrences", ())):
         yield "" if number else "before", one["text"]
+    for number, one in enumerate(incident.get("alerts", ())):
+        text = f"{one['node']}: {one['name']} ({one['failure_class']})"
+        yield "" if number else "alerts", text + (f": {one['text']}" if one["text"] else "")
     for number, one in enumerate(reversed(incident.get("corrections", ()))):
         text = f"{one['failure_class']}, says {one['by'] or 'an operator'} ({clock(one['at'])})"
         text += f": {one['note']}" if one["note"] else ""

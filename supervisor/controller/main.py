@@ -40,6 +40,7 @@ from supervisor.paths import Fence, RequeueRecord, incidents_folder, start_time,
 from supervisor.wire.limits import raise_descriptor_limit
 
 if TYPE_CHECKING:
+    from supervisor.controller.alerts import AlertReceiver
     from supervisor.job.job import Job
 
 log = logging.getLogger("unbroken.controller")
@@ -265,7 +266,8 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
     tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
     scrape = _scrape_of(control) if metrics.enabled else None
-    server = Server(control, token, _server_tls(tls_cert, tls_key), scrape)
+    alerts = alert_receiver(control, settings.run.site_file)
+    server = Server(control, token, _server_tls(tls_cert, tls_key), scrape, alerts)
     # Under a scheduler orders and scrapes come from other hosts, of a job of one node, too.
     alone = options.nodes == 1 and not options.scheduler_job
     host, port = parse_listen(options.listen or settings.controller.listen or ("127.0.0.1:0" if alone else "0.0.0.0:0"))
@@ -343,6 +345,28 @@ def _notify(control: ControlLoop, settings: config.NotifySettings, job: str) -> 
 
 def _memory_folder(settings: config.Settings, job_dir: Path) -> Path:
     return incidents_folder(Path(settings.ledger.folder) if settings.ledger.folder else None, job_dir)
+
+
+def alert_receiver(control: ControlLoop, named: str) -> AlertReceiver:
+    """With the site's rules before ours. A rule that cannot be used takes all of the site's with it, and is told of."""
+    from supervisor.controller.alerts import RULES, AlertReceiver, JobOfAlerts, KnownNode, read_rules
+
+    job, own = control.job, read_rules(config.read_toml(RULES)["alert"], RULES.name)
+    site_file, _ = config.load_site_or_default(named)
+    try:
+        own = (*read_rules(site_file.alert, site_file.path), *own)
+    except ConfigError as error:
+        log.warning("the site's rules of alerts are not used: %s", error)
+
+    def nodes() -> list[KnownNode]:
+        return [
+            KnownNode(one.name, tuple(filter(None, (one.host, one.scheduler_name, one.address)))) for one in job.nodes
+        ]
+
+    asked = JobOfAlerts(
+        nodes, lambda: job.alerts.firing, control.submit, lambda: control.stall, lambda: control.outcome is not None
+    )
+    return AlertReceiver(own, asked)
 
 
 def _remember(control: ControlLoop, folder: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from supervisor.controller.alerts import AlertsPosted
 from supervisor.controller.report import TIMES
-from supervisor.controller.routes import ROUTES, Route
+from supervisor.controller.routes import ALERTS_PATH, ROUTES, Route
 from supervisor.job.advice import JobAdvice
 from supervisor.messages import PROTOCOL, CommandRequest
 from supervisor.view import CurveView, IncidentView, JobView
@@ -115,6 +116,7 @@ ANSWERS: Final[dict[str, type]] = {
     "/v1/timeline": TimelineAnswer,
     "/v1/override": CommandAnswer,
     "/v1/ask": AskAnswer,
+    ALERTS_PATH: AlertsPosted,
 }
 """Path -> its answer; the others' is not JSON of ours."""
 

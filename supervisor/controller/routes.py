@@ -6,6 +6,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from supervisor.controller.alerts import Webhook
 from supervisor.messages import CommandRequest
 from supervisor.wire.access import Role
 from supervisor.wire.authentication import AGENT_PATH, CHALLENGE_PATH
@@ -30,6 +31,7 @@ class Route(NamedTuple):
 
 
 OPENAPI_PATH: Final = "/v1/openapi.json"
+ALERTS_PATH: Final = "/v1/alerts"
 METRICS_PATH: Final = "/metrics"
 COMMAND_PATH: Final = "/v1/override"
 ROUTES: Final = (
@@ -52,6 +54,7 @@ ROUTES: Final = (
     ),
     Route("POST", COMMAND_PATH, "read", "An operator's command", CommandRequest, (400, 413, 504)),
     Route("POST", "/v1/ask", "operate", "Have the language model asked about an incident", Ask, (400, 413)),
+    Route("POST", ALERTS_PATH, "alerts", "Alertmanager's webhook, version 4", Webhook, (400, 404, 413, 429, 503)),
 )
 """Of a command the role is looked up by its name as well: `supervisor.wire.access`."""
 

@@ -23,8 +23,18 @@ from aiohttp import web
 from diagnosis.signals import clean_line, clean_text
 from supervisor.blocking import timeout
 from supervisor.controller.access import MUNGE_S, OWNER, Access, Admitted, HeldRights
+from supervisor.controller.alerts import BODY_BYTES as ALERT_BYTES
 from supervisor.controller.listener import BACKLOG, NOT_SIGNED, Listener
-from supervisor.controller.routes import COMMAND_PATH, METRICS_PATH, OPENAPI_PATH, ROUTES, Ask, is_open, needed
+from supervisor.controller.routes import (
+    ALERTS_PATH,
+    COMMAND_PATH,
+    METRICS_PATH,
+    OPENAPI_PATH,
+    ROUTES,
+    Ask,
+    is_open,
+    needed,
+)
 from supervisor.errors import AccessRefused, CommandNotJournalled
 from supervisor.messages import decode_command, encode
 from supervisor.wire.access import Role, allows, needed_for
@@ -39,6 +49,7 @@ from supervisor.wire.authentication import (
 from supervisor.wire.peers import listen_privately, user_name
 
 if TYPE_CHECKING:
+    from supervisor.controller.alerts import AlertReceiver
     from supervisor.controller.loop import ControlLoop
 
 BY_LIMIT = 100
@@ -72,9 +83,14 @@ class Server:
     """aiohttp on one port, and on a unix socket for this node."""
 
     def __init__(
-        self, loop: ControlLoop, token: str, tls: ssl.SSLContext | None = None, scrape: Scrape | None = None
+        self,
+        loop: ControlLoop,
+        token: str,
+        tls: ssl.SSLContext | None = None,
+        scrape: Scrape | None = None,
+        alerts: AlertReceiver | None = None,
     ) -> None:
-        """`scrape`: what `/metrics` answers, to everybody; None: there is none."""
+        """`scrape`: what `/metrics` answers, to everybody; None: there is none. `alerts`: takes those from outside."""
         self._loop = loop
         self._access = Access(token, loop.epoch, loop.job_dir)
         self._tls = tls
@@ -83,6 +99,7 @@ class Server:
         for route in ROUTES:
             if route.path != METRICS_PATH or scrape is not None:
                 app.router.add_route(route.method, route.path, handlers[route.path])
+        self._alerts = alerts
         self._scrape = scrape
         self._scrapes = 0
         self._scraped = asyncio.Event()
@@ -108,6 +125,7 @@ class Server:
             "/v1/timeline": self._timeline,
             COMMAND_PATH: self._command,
             "/v1/ask": self._ask,
+            ALERTS_PATH: self._alerts_posted,
         }
 
     async def start(self, host: str, port: int) -> int:
@@ -271,11 +289,28 @@ class Server:
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
 
+    async def _alerts_posted(self, request: web.Request) -> web.Response:
+        if self._alerts is None:
+            return _problem(404, "this controller takes no alerts")
+        body = await _body(request, ALERT_BYTES)
+        try:
+            return _answer(msgspec.to_builtins(await self._alerts.take(body, self._loop.clock.now())))
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            return _problem(400, clean_text(f"{error} (expected: Alertmanager's webhook, version 4)"))
+
     async def _ask(self, request: web.Request) -> web.Response:
         try:
             return _answer(self._loop.ask(msgspec.json.decode(await request.read(), type=Ask).incident))
         except (msgspec.DecodeError, ValueError) as error:
             return _problem(400, clean_text(str(error)))
+
+
+async def _body(request: web.Request, limit: int) -> bytes:
+    """Raises AccessRefused."""
+    try:
+        return await request.clone(client_max_size=limit).read()
+    except web.HTTPRequestEntityTooLarge:
+        raise AccessRefused(413, f"more than {limit >> 10} KiB") from None
 
 
 def _check(rights: HeldRights, role: Role | None) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +37,7 @@ from recovery.incident_memory import Correction, Recurrence
 from recovery.policy import Plan, RestartBudget
 from recovery.swaps import PROVEN, SHARED_S, STORM_S, have_a_common_cause
 from supervisor import messages as m
+from supervisor.job.alerts import Alerts
 from supervisor.job.attempts import Attempt, Attempts, Space
 from supervisor.job.core import (
     Core,
@@ -56,7 +58,7 @@ from supervisor.job.ledger import ClusterLedger
 from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Nodes
 from supervisor.job.scheduler import SchedulerRequests
-from supervisor.messages import JobRequeued, Note, NoteValue, Outcome
+from supervisor.messages import JobRequeued, Note, NoteValue, Outcome, OutsideAlert
 from supervisor.notes import note, text_of
 from supervisor.view import IncidentView, SuspectTestsView, utc
 
@@ -130,6 +132,8 @@ class IncidentRecord:
     """Late evidence has changed its plan: that happens once."""
     counted_as: FailureClass | None = None
     """Its class when it was first counted: counters never go back."""
+    alerts: dict[str, OutsideAlert] = dataclasses.field(default_factory=dict)
+    """Of others' monitoring, that fired beside it, by key. No verdict uses them."""
     suspects: tuple[str, ...] = ()
     """Nodes that are to be tested before the restart."""
     tests: SuspectTestsView | None = None
@@ -261,6 +265,7 @@ class IncidentRecord:
             recurrences=self.recurrences or msgspec.UNSET,
             corrections=tuple(self.corrections) or msgspec.UNSET,
             waits=self.waits if self.waits is not None else msgspec.UNSET,
+            alerts=tuple(self.alerts.values()) or msgspec.UNSET,
         )
 
 
@@ -488,6 +493,11 @@ _NAMED_FOLDER = re.compile(r"'((?:/|\.{0,2}/|[\w.-])[^'\n]{0,400})/[^/'\n]*'|(?:
 Conclude = Callable[[Incident], Verdict]
 
 
+ALERTED = 3
+"""So many of the newest incidents take alerts."""
+ALERT_LATE_S = 600.0
+"""From an incident to the alerts that may still be about it."""
+ALERTS_KEPT = 16
 PLACES_KEPT = 128
 NEAR_STEPS = 1
 """Ranks are not seen at the very same moment: a step of the same number may be one off."""
@@ -545,11 +555,13 @@ class Incidents:
         space: Space,
         scheduler: SchedulerRequests,
         tests: NodeTests,
+        alerts: Alerts,
         ledger: ClusterLedger,
         conclude: Conclude,
     ) -> None:
         self._core, self._nodes, self._attempts = core, nodes, attempts
         self._space, self._scheduler, self._tests, self._ledger = space, scheduler, tests, ledger
+        self._alerts = alerts
         self._conclude_by = conclude
         self.log = IncidentLog()
         self.lessons = Lessons()
@@ -606,6 +618,14 @@ class Incidents:
         attempt = self._attempts.current
         lives = attempt is not None and not attempt.over and not self._attempts.cannot_go_on(attempt)
         return self._numbers_wait and lives
+
+    def note_alerts(self) -> None:
+        """Keep what fires beside incidents of now: monitoring is minutes late."""
+        for record in itertools.islice(reversed(self.log.records), ALERTED):
+            if record.closed_at is None or self._core.now - record.opened_at < ALERT_LATE_S:
+                for one in self._alerts.firing.values():
+                    if one.key in record.alerts or len(record.alerts) < ALERTS_KEPT:
+                        record.alerts[one.key] = one
 
     def suspects(self) -> dict[str, str]:
         """Node -> which open incident blames it."""
@@ -947,7 +967,8 @@ class Incidents:
             self.progress_made()
         situation = self._situation(record, verdict, attempt)
         record.plan = plan = policy.plan(verdict, situation)
-        record.suspects = policy.suspects(verdict, situation, plan)
+        record.suspects = policy.suspects(verdict, situation, plan, self._alerts.suspects(attempt.member_set))
+        self.note_alerts()
         record.attempt_under_review = attempt
         self._remember(verdict, attempt, now)
         observe = self._core.mode == "observe"

@@ -25,6 +25,7 @@ fields, and changes nothing else; it calls those above it in this list:
     space         waiting for room on disks
     scheduler     requests to drain nodes and to start the job again
     tests         active tests of suspects before the next attempt, and of idle nodes
+    alerts        alerts of others' monitoring that fire for nodes of the job; decides nothing
     incidents     from the first sign of a failure to the plan that is carried out
     hangs         hangs, stopped ranks, silence
     degraded      what is wrong while the attempt goes on
@@ -60,6 +61,7 @@ from supervisor import messages as m
 from supervisor.errors import InternalError
 from supervisor.job import view
 from supervisor.job.advice import Saves
+from supervisor.job.alerts import Alerts
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempt, Attempts, Checkpoints, Choose, Space
 from supervisor.job.core import (
@@ -180,7 +182,10 @@ class Job:
         self.space = Space(core, nodes, attempts)
         self.scheduler = SchedulerRequests(core, nodes, attempts, ledger)
         self.tests = NodeTests(core, nodes, attempts, ledger)
-        self.incidents = Incidents(core, nodes, attempts, self.space, self.scheduler, self.tests, ledger, conclude)
+        self.alerts = Alerts(core)
+        self.incidents = Incidents(
+            core, nodes, attempts, self.space, self.scheduler, self.tests, self.alerts, ledger, conclude
+        )
         self.memory = Memory(core, nodes, self.incidents.log)
         self.hangs = Hangs(core, nodes, attempts, self.incidents)
         self.saves = Saves()
@@ -258,6 +263,7 @@ class Job:
             m.NodeTested: self.tests.reported,
             m.GpusSeen: self._gpus_seen,
             m.StragglersSeen: self._stragglers_seen,
+            m.AlertsSeen: self._alerts_seen,
             m.NodesLeaving: self.swaps.leaving,
             m.InputWaitSeen: self._input_wait_seen,
             # what may be wrong
@@ -741,6 +747,10 @@ class Job:
             yield from self.incidents.finding_arrived(finding)
             yield from self.degraded.finding_arrived(finding, event.node)
             yield from self.swaps.finding_arrived(finding, event.node)
+
+    def _alerts_seen(self, event: m.AlertsSeen) -> Wants:
+        yield from self.alerts.seen(event)
+        self.incidents.note_alerts()
 
     def _ledger_seen(self, event: m.LedgerSeen) -> Wants:
         """Nodes in use stay until the next checkpoint, or the end of the attempt."""

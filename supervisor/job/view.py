@@ -14,6 +14,7 @@ from recovery.cordon import Cordon, breaker_limit
 from recovery.snapshot_choice import NodeSnapshot
 from recovery.snapshot_mirrors import of_all
 from recovery.tiers import MIRRORS
+from supervisor.job.alerts import Alerts
 from supervisor.job.assignments import Assignments
 from supervisor.job.attempts import Attempt, Attempts
 from supervisor.job.core import Core
@@ -68,6 +69,7 @@ class Parts(Protocol):
     operator: Operator
     swaps: Swaps
     tests: NodeTests
+    alerts: Alerts
     assignments: Assignments
     skew: tuple[Difference, ...]
     stragglers: StragglersSeen | None
@@ -131,6 +133,7 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         silence=_silence(job, now),
         hung=_hung(job),
         tests=job.tests.view() or msgspec.UNSET,
+        alerts=tuple(job.alerts.firing.values()) or msgspec.UNSET,
         swaps=job.swaps.view(now) if job.swaps.proposed and not core.is_over else msgspec.UNSET,
         restart=_restart(job, now, held),
         loss=job.curve.loss_of(attempt.number if attempt else 0),

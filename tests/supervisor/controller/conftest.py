@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from supervisor.agent.link import ControllerAddress, Link
+from supervisor.controller.alerts import AlertReceiver
 from supervisor.controller.client import ControllerClient
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, History, JournalFile, open_journal, read_history, steps
@@ -196,13 +197,16 @@ class Rig:
 
     @asynccontextmanager
     async def controller(
-        self, open_file: Callable[[Path], JournalFile] | None = None, unheard_s: float = 120.0
+        self,
+        open_file: Callable[[Path], JournalFile] | None = None,
+        unheard_s: float = 120.0,
+        alerts: AlertReceiver | None = None,
     ) -> AsyncIterator[Running]:
         more: dict[str, Any] = {} if open_file is None else {"open_file": open_file}
         journal, history = open_journal(self.job_dir, **more)
         job = SmallJob()
         loop = ControlLoop(job, StepWatch, journal, history, no_view, unheard_s)
-        server = Server(loop, TOKEN)
+        server = Server(loop, TOKEN, alerts=alerts)
         port = await server.start("127.0.0.1", 0)
         task = asyncio.create_task(loop.run())
         try:

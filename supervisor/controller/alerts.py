@@ -1,0 +1,258 @@
+"""Alerts from outside: Alertmanager's webhook (version 4; Grafana posts the same form) becomes events of the job.
+
+What an alert means is said by rules (`alert_rules.toml`, and `[[alert]]` of the site file). An alert is no proof: it
+stands beside the evidence, and at most it has a node tested before the next restart (docs/access.md, docs/adr/0054).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import msgspec
+
+from diagnosis.kernel.xid import default_tables
+from diagnosis.signals import clean_line
+from diagnosis.taxonomy import FailureClass
+from supervisor.blocking import timeout
+from supervisor.errors import AccessRefused, ConfigError
+from supervisor.messages import AlertsSeen, OutsideAlert
+
+BODY_BYTES: Final = 1 << 20
+MOST_READ: Final = 500
+"""Alerts of one post; Alertmanager says itself how many it left out (`max_alerts`)."""
+POSTS: Final = 60
+"""So many at once, and as many again in a minute."""
+HEARD_S: Final = 3600.0
+"""An alert that still fires is told again to the job so often."""
+ANSWER_S: Final = 4.0
+TEXT_LIMIT: Final = 200
+SHOWN: Final = 20
+"""Names in an answer."""
+RULES: Final = Path(__file__).with_name("alert_rules.toml")
+NODE_LABELS: Final = ("Hostname", "node", "nodename", "kubernetes_node", "node_name", "host", "hostname", "instance")
+GPU_LABELS: Final = ("pci_bus_id", "UUID", "gpu", "device")
+
+
+class PostedAlert(msgspec.Struct, kw_only=True, frozen=True):
+    """One of a post. Unknown fields are left out; Grafana has more."""
+
+    status: Literal["firing", "resolved"]
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+
+
+class Webhook(msgspec.Struct, kw_only=True, frozen=True):
+    """Body of POST /v1/alerts."""
+
+    alerts: list[PostedAlert]
+
+
+class AlertsPosted(msgspec.Struct, kw_only=True):
+    """What became of them."""
+
+    schema: int = 1
+    ok: bool = True
+    firing: int = 0
+    """Of nodes of the job."""
+    ended: int = 0
+    unmatched: int = 0
+    """No rule is about them, or one says that they are dropped."""
+    unknown_nodes: tuple[str, ...] = ()
+    """The job has no such node: these were dropped. At most 20."""
+    left_out: int = 0
+    """More than are read of one post."""
+
+
+class AlertRule(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One `[[alert]]`."""
+
+    id: str
+    match: dict[str, str]
+    failure_class: FailureClass = msgspec.field(name="class", default=FailureClass.UNKNOWN)
+    severity: Literal["drop", "tell", "suspect"] = "tell"
+    node: tuple[str, ...] = NODE_LABELS
+    """The first of these labels that is there names the node."""
+    gpu: tuple[str, ...] = GPU_LABELS
+    xid: tuple[str, ...] = ()
+    """Labels that may hold the code of an Xid: then its class counts."""
+
+
+class KnownNode(NamedTuple):
+    """A node of the job, under all names that alerts may give it."""
+
+    name: str
+    others: tuple[str, ...] = ()
+
+
+class Translated(NamedTuple):
+    firing: tuple[OutsideAlert, ...]
+    ended: tuple[str, ...]
+    answer: AlertsPosted
+
+
+class _RuleFile(msgspec.Struct, forbid_unknown_fields=True):
+    alert: list[AlertRule] = []
+
+
+# ----- rules (pure) -----
+
+
+def read_rules(rows: Sequence[Mapping[str, Any]], where: str) -> tuple[AlertRule, ...]:
+    """`[[alert]]` as TOML has them. Raises ConfigError, which names the rule."""
+    try:
+        found = msgspec.convert({"alert": list(rows)}, _RuleFile).alert
+        for rule in found:
+            if not rule.match or not rule.node:
+                raise ValueError(f"alert {rule.id!r}: `match` and `node` must name at least one label")
+            for pattern in rule.match.values():
+                _compiled(pattern)
+    except (ValueError, re.error) as error:
+        raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}") from None
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+def rule_for(labels: Mapping[str, str], rules: Iterable[AlertRule]) -> AlertRule | None:
+    for rule in rules:
+        if all(_compiled(one).fullmatch(labels.get(name, "")[:TEXT_LIMIT]) for name, one in rule.match.items()):
+            return rule
+    return None
+
+
+def translate(posted: Webhook, rules: Sequence[AlertRule], nodes: Sequence[KnownNode], now: float) -> Translated:
+    """What a post says of the job's nodes."""
+    by_name = _names(nodes)
+    firing: dict[str, OutsideAlert] = {}
+    ended: dict[str, None] = {}
+    unmatched, unknown = 0, dict[str, None]()
+    for one in posted.alerts[:MOST_READ]:
+        rule = rule_for(one.labels, rules)
+        if rule is None or rule.severity == "drop":
+            unmatched += 1
+            continue
+        named = next((one.labels[label] for label in rule.node if one.labels.get(label)), "")
+        node_name = _find(named, by_name)
+        if not node_name:
+            unknown[clean_line(named, 60) or "(none)"] = None
+            continue
+        alert = _alert(one, rule, node_name, now)
+        if one.status == "firing":
+            firing[alert.key] = alert
+            ended.pop(alert.key, None)
+        elif alert.key not in firing:
+            ended[alert.key] = None
+    answer = AlertsPosted(
+        firing=len(firing),
+        ended=len(ended),
+        unmatched=unmatched,
+        unknown_nodes=tuple(unknown)[:SHOWN],
+        left_out=max(0, len(posted.alerts) - MOST_READ),
+    )
+    return Translated(tuple(firing.values()), tuple(ended), answer)
+
+
+def _names(nodes: Sequence[KnownNode]) -> dict[str, str]:
+    """Every name, in small letters, that means one node alone -> that node. Its own name comes before others'."""
+    found: dict[str, set[str]] = {}
+    for node in nodes:
+        for name in map(str.lower, (node.name, *node.others)):
+            for each in (name,) if _is_ip(name) else (name, name.partition(".")[0]):
+                found.setdefault(each, set()).add(node.name)
+    return {name: min(of) for name, of in found.items() if len(of) == 1} | {one.name.lower(): one.name for one in nodes}
+
+
+def _find(named: str, by_name: Mapping[str, str]) -> str:
+    """The job's node of that name, with or without a port and a domain; empty: there is none."""
+    name = named.strip().lower()[:TEXT_LIMIT]
+    host, _, port = name.rpartition(":")
+    for each in (name, host.strip("[]") if port.isdecimal() else ""):
+        if each and (found := by_name.get(each) or (by_name.get(each.partition(".")[0]) if not _is_ip(each) else "")):
+            return found
+    return ""
+
+
+def _is_ip(name: str) -> bool:
+    return name.replace(".", "").isdecimal() or ":" in name
+
+
+def _alert(one: PostedAlert, rule: AlertRule, node: str, now: float) -> OutsideAlert:
+    told = one.annotations
+    text = told.get("summary") or told.get("description") or told.get("message") or ""
+    key = hashlib.sha256(msgspec.json.encode([node, sorted(one.labels.items())])).hexdigest()[:16]
+    return OutsideAlert(
+        key=key,
+        node=node,
+        name=clean_line(one.labels.get("alertname", "") or rule.id, 80),
+        text=clean_line(text, TEXT_LIMIT),
+        failure_class=_class(one.labels, rule),
+        gpu=clean_line(next((one.labels[label] for label in rule.gpu if one.labels.get(label)), ""), 64),
+        suspect=rule.severity == "suspect",
+        at=now,
+    )
+
+
+def _class(labels: Mapping[str, str], rule: AlertRule) -> FailureClass:
+    code = next((labels[label] for label in rule.xid if labels.get(label, "").isdecimal()), "")[:6]
+    row = default_tables().xid.get(int(code)) if code else None
+    return row.failure_class if row is not None else rule.failure_class
+
+
+def changed(found: Translated, firing: Mapping[str, OutsideAlert], now: float) -> AlertsSeen | None:
+    """What the job does not know yet, of those that fire by its knowledge; None: nothing."""
+    new = tuple(one for one in found.firing if one.key not in firing or now - firing[one.key].at >= HEARD_S)
+    ended = tuple(key for key in found.ended if key in firing)
+    return AlertsSeen(at=now, firing=new, ended=ended) if new or ended else None
+
+
+# ----- receiving -----
+
+
+class JobOfAlerts(NamedTuple):
+    """What the receiver asks of the job."""
+
+    nodes: Callable[[], Sequence[KnownNode]]
+    firing: Callable[[], Mapping[str, OutsideAlert]]
+    submit: Callable[[AlertsSeen], asyncio.Future[Any]]
+    stall: Callable[[], str]
+    """Why the journal cannot be written; empty: it can."""
+    is_over: Callable[[], bool]
+
+
+class AlertReceiver:
+    """Takes posts, not too many, and answers when the job has them."""
+
+    def __init__(self, rules: Sequence[AlertRule], job: JobOfAlerts) -> None:
+        self._rules, self._job = tuple(rules), job
+        self._left, self._at = float(POSTS), 0.0
+
+    async def take(self, body: bytes, now: float) -> AlertsPosted:
+        """Raises AccessRefused for what is too much or cannot be kept now, DecodeError for what is no post."""
+        self._left = min(float(POSTS), self._left + max(0.0, now - self._at) * POSTS / 60.0)
+        self._at = now
+        if self._left < 1.0:
+            raise AccessRefused(429, f"more than {POSTS} posts of alerts in a minute: group them (`group_interval`)")
+        self._left -= 1.0
+        if self._job.is_over():
+            raise AccessRefused(400, "the job has ended already")
+        posted = msgspec.json.decode(body, type=Webhook)
+        found = translate(posted, self._rules, self._job.nodes(), now)
+        event = changed(found, self._job.firing(), now)
+        if event is not None:
+            if stall := self._job.stall():
+                raise AccessRefused(503, f"the journal cannot be written ({stall}): post it again")
+            try:
+                async with timeout(ANSWER_S):
+                    await asyncio.shield(self._job.submit(event))
+            except asyncio.TimeoutError:
+                raise AccessRefused(503, "the journal has not taken the alerts in time: post them again") from None
+        return found.answer
