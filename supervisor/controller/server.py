@@ -202,7 +202,7 @@ class Server:
         found = await self._access.admit(request.headers, request.method, request.raw_path, body, time.monotonic())
         if found is None:
             return _problem(401, NOT_SIGNED)
-        ADMITTED.set(found)
+        before = ADMITTED.set(found)
         with self._listener.proven(request.transport):
             try:
                 _check(found.rights, needed(request.method, request.path))
@@ -211,6 +211,8 @@ class Server:
                 answer = _problem(error.status, clean_text(str(error)))
             except web.HTTPException as error:
                 answer = _problem(error.status, error.reason)
+            finally:
+                ADMITTED.reset(before)
         if isinstance(answer, web.Response):
             told = answer.body if isinstance(answer.body, bytes) else b""
             answer.headers[PROOF_HEADER] = found.secret.answer_proof(found.exchange, answer.status, told)
@@ -306,7 +308,9 @@ class Server:
 
 
 async def _body(request: web.Request, limit: int) -> bytes:
-    """Raises AccessRefused."""
+    """Of a request with a bearer token up to `limit`; a signed one was read already. Raises AccessRefused."""
+    if ADMITTED.get(None) is not None:
+        return await request.read()
     try:
         return await request.clone(client_max_size=limit).read()
     except web.HTTPRequestEntityTooLarge:
