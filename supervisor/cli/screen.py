@@ -140,7 +140,7 @@ class Screen:
         parts = [] if self._shown else ["\x1b[2J"]
         for number, line in enumerate(lines):
             if number >= len(self._shown) or self._shown[number] != line:
-                parts.append(f"\x1b[{number + 1};1H{line}\x1b[0m\x1b[K")
+                parts.append(f"\x1b[{number + 1};1H\x1b[K{line}\x1b[0m")
         if len(lines) < len(self._shown):
             parts.append(f"\x1b[{len(lines) + 1};1H\x1b[J")
         if self.has_keyboard and self._unanswered < 2:

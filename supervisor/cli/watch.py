@@ -209,8 +209,7 @@ def meaning(key: str, answer: dict[str, Any]) -> tuple[CommandName, str] | str:
         return ("resume", "") if answer["paused"] or (hold and hold["why"]) else ("pause", "")
     command: CommandName = "approve" if key == "a" else "reject"
     if hold and not hold["why"]:
-        # With the incident's name: a plan for another incident, which nobody here has seen, is not approved.
-        return command, next((one["id"] for one in reversed(answer["incidents"]) if one["open"]), "")
+        return command, hold["approves"]  # by its version: a plan that nobody here has seen is not approved
     swap = next((one["node"] for one in answer.get("swaps", ()) if one["state"] == "recommended"), "")
     return (command, swap) if swap else "nothing waits for approval"
 

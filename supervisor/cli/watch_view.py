@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
@@ -103,7 +104,7 @@ def _head(answer: dict[str, Any], pace: StepRate) -> Iterable[RenderableType]:
     )
     yield _text(", ".join(_figures(answer, pace)))
     if answer["restart"] is not None:
-        yield _text(restart_line(answer["restart"]))
+        yield _text(restart_line({**answer["restart"], "path": os.path.basename(answer["restart"]["path"])}))
     if answer["outcome"]:
         yield _text(f"ended: {answer['outcome']['line']} (exit code {answer['outcome']['exit_code']})")
     elif answer["controller"] is None or answer["controller"]["journal"] != "ok":

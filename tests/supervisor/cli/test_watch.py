@@ -237,11 +237,11 @@ def test_a_refused_command_is_no_question() -> None:
 
 
 def test_what_the_keys_mean() -> None:
-    held, waits = {"why": "too many nodes"}, {"why": ""}
+    held, waits = {"why": "too many nodes"}, {"why": "", "approves": "i-3@1a2b"}
     assert meaning("p", status()) == ("pause", "")
     assert meaning("p", status(paused=True)) == ("resume", "")
     assert meaning("p", status(hold=held)) == ("resume", "")
-    assert meaning("a", status(hold=waits, incidents=[open_incident()])) == ("approve", "i-3")
+    assert meaning("a", status(hold=waits, incidents=[open_incident()])) == ("approve", "i-3@1a2b")
     assert meaning("x", status(swaps=[{"node": "n1", "state": "recommended"}])) == ("reject", "n1")
     assert isinstance(meaning("a", status(swaps=[{"node": "n1", "state": "planned"}])), str)
     assert isinstance(meaning("a", status(hold=held)), str)
@@ -334,8 +334,10 @@ def watching(tmp_path: Path) -> Iterator[tuple[Emulator, Callable[..., None], Pa
 def test_on_a_terminal(watching: tuple[Emulator, Callable[..., None], Path]) -> None:
     emulator, tell, done = watching
     until(lambda: "step 100 of 1000" in emulator.text, 60, lambda: emulator.text)
+    tell(step=100, waiting="x" * 69)  # 80 letters with what is before it
+    until(lambda: "waits for: " + "x" * 69 in emulator.screen.display, 60, lambda: emulator.text)
     before = len(emulator.bytes)
-    tell(step=101)
+    tell(step=101, waiting="x" * 69)
     until(lambda: "step 101 of 1000" in emulator.text, 60, lambda: emulator.text)
     assert len(emulator.bytes) - before < 400, "only what has changed is written"
     emulator.type("pppppppyyyyyyy\ny\n")
