@@ -19,8 +19,8 @@ from supervisor.cli.job_commands import (
     JobHandle,
     find_incident,
     job_options,
+    read_timeline,
     status_from_journal,
-    timeline_from_journal,
 )
 from supervisor.cli.output import print_answer
 from supervisor.errors import JobNotFound, UnbrokenError
@@ -66,7 +66,7 @@ def pieces(job: JobHandle, incident: dict[str, Any]) -> Iterator[tuple[str, byte
     """Names and contents, the most telling first; secrets are replaced."""
     assert job.folder is not None
     status = job.read("/v1/status", status_from_journal)
-    rows = job.read("/v1/timeline?since=0", timeline_from_journal)["rows"]
+    rows = read_timeline(job)["rows"]
     near = _near(rows, incident)
     yield STORY, _story(job.folder, incident, status, near).encode()[:STORY_BYTES]
     for name, value in (("incident.json", incident), ("timeline.json", near), ("status.json", status)):

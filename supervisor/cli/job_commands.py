@@ -6,6 +6,7 @@ act, and `--dry-run` says from the journal what a command would do. A command th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -169,11 +170,19 @@ def curve_from_journal(where: Path) -> dict[str, Any]:
     return curve_of(job.spec.name, job.curve.view())
 
 
-def timeline_from_journal(where: Path) -> dict[str, Any]:
-    from supervisor.controller.journal import read_history
+def timeline_from_journal(where: Path, since: int = 0) -> dict[str, Any]:
+    from supervisor.controller.journal import read_after
     from supervisor.controller.report import timeline_rows
 
-    return {"schema": 1, "rows": timeline_rows(read_history(where))}
+    return {"schema": 1, "rows": timeline_rows(read_after(where, since))}
+
+
+def read_timeline(job: JobHandle, since: int = 0) -> dict[str, Any]:
+    """From the journal where it can be read here: of a long one that is work, and the controller has other work."""
+    if job.folder is not None:
+        with contextlib.suppress(JobNotFound):
+            return job.by_journal(functools.partial(timeline_from_journal, since=since))
+    return job.read(f"/v1/timeline?since={since}", timeline_from_journal)
 
 
 def _with_pending(job: JobHandle, answer: dict[str, Any]) -> dict[str, Any]:
@@ -319,7 +328,7 @@ def timeline(job: JobHandle, as_json: bool, everything: bool, since: int) -> Non
     """Show what happened in the job, event by event."""
     from supervisor.cli import render
 
-    answer = job.read(f"/v1/timeline?since={since}", timeline_from_journal)
+    answer = read_timeline(job, since)
     rows = [row for row in answer["rows"] if row["seq"] > since and (everything or as_json or not row["detail"])]
     print_answer({**answer, "rows": rows}, as_json, render.timeline)
 

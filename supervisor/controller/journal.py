@@ -436,6 +436,43 @@ def read_history(where: Path) -> History:
     return History(story.records, story.problems, size, tuple(story.damaged), story.loss)
 
 
+TAIL_BYTES = 256 << 10
+
+
+def read_after(where: Path, seq: int) -> History:
+    """As `read_history`, but records up to `seq` may be left out: of a long journal only the end is read then."""
+    files = [] if where.is_file() else journal_files(where)
+    records = _records_after(files[-1][1], seq) if files and seq > 0 else None
+    return read_history(where) if records is None else History(records, [], 0)
+
+
+def _records_after(path: Path, seq: int) -> list[Record] | None:
+    """Those of the newest file; None where it does not have all of them, or something in it is damaged."""
+    with open(path, "rb") as file:
+        opened = parse_record(file.readline())
+        if opened is None or opened.kind != "opened":
+            return None
+        if msgspec.json.decode(opened.body, type=Opened).after_seq > seq:
+            return None
+        begin = file.tell()
+        at = file.seek(0, os.SEEK_END)
+        data, start = b"", 0
+        while at > begin:
+            size = min(TAIL_BYTES, at - begin)
+            at -= size
+            file.seek(at)
+            data = file.read(size) + data
+            start = 0 if at == begin else data.find(b"\n") + 1
+            first = parse_record(data[start : data.find(b"\n", start) + 1])
+            if first is not None and first.seq <= seq:
+                break
+    lines = data[start:].splitlines(keepends=True) if data else []
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()  # it is being written
+    found = [record for record in map(parse_record, lines) if record is not None]
+    return [record for record in found if record.seq > seq] if len(found) == len(lines) else None
+
+
 class _Story:
     """The files in order: which of their records count, and what is missing."""
 

@@ -29,7 +29,7 @@ from supervisor.controller.journal import (
     RoundNames,
     Superseded,
     decided_entry,
-    read_history,
+    read_after,
     steps,
 )
 from supervisor.controller.listener import Connection
@@ -438,7 +438,7 @@ class ControlLoop:
         from supervisor.controller.report import timeline_rows  # only the few who ask pay for it
 
         def rows() -> list[dict[str, object]]:
-            return [row for row in timeline_rows(read_history(self.job_dir)) if row["seq"] > since]
+            return [row for row in timeline_rows(read_after(self.job_dir, since)) if row["seq"] > since]
 
         return {"schema": 1, "rows": await asyncio.to_thread(rows)}
 

@@ -12,12 +12,14 @@ import supervisor.controller.journal
 from supervisor.controller.journal import (
     Decided,
     Entry,
+    History,
     RoundNames,
     Superseded,
     claim_epoch,
     decided_entry,
     digest_of,
     open_journal,
+    read_after,
     read_history,
     steps,
 )
@@ -208,3 +210,33 @@ def test_an_event_of_the_future_is_skipped_and_told(tmp_path: Path) -> None:
     problems: list[str] = []
     list(steps(read_history(tmp_path).records, problems))
     assert "of_the_future" in problems[0]
+
+
+# ----- the end of a long journal -----
+
+
+def test_the_end_of_a_journal_is_as_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor.controller.journal, "TAIL_BYTES", 500)
+    first, _ = open_journal(tmp_path)
+    first.write([event(number) for number in range(20)])
+    second, _ = open_journal(tmp_path)
+    second.write([event(number) for number in range(20, 60)])
+    with open(second.path, "ab") as file:
+        file.write(b'{"seq":9')  # being written
+
+    def events(history: History, after: int) -> list[tuple[int, bytes]]:
+        records = [one for one in history.records if one.kind == "event" and one.seq > after]
+        return [(one.seq, bytes(one.body)) for one in records]
+
+    for seq in (0, 1, 5, 21, 22, 23, 40, 61, 62, 63, 99):
+        assert events(read_after(tmp_path, seq), seq) == events(read_history(tmp_path), seq), seq
+    assert len(read_after(tmp_path, 50).records) < 20
+
+
+def test_a_damaged_end_is_read_as_ever(tmp_path: Path) -> None:
+    journal, _ = open_journal(tmp_path)
+    journal.write([event(1)])
+    with open(journal.path, "ab") as file:
+        file.write(b"garbage\n")
+    journal.write([event(2)])
+    assert read_after(tmp_path, 2).problems == read_history(tmp_path).problems != []
