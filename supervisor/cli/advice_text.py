@@ -20,7 +20,7 @@ def advice(answer: dict[str, Any]) -> None:
     if told is None or told["is_hopeless"]:
         show(*parts, Text("no advice", style="bold"))
         return
-    change = _change(told, figures) if answer["enough"] else _guess(told, figures)
+    change = change_text(told, figures) if answer["enough"] else _guess(told, figures)
     show(*parts, Text(change, style="bold"), Text(""), *_spares(told, figures))
 
 
@@ -94,7 +94,7 @@ def _guess(told: dict[str, Any], figures: dict[str, Any]) -> str:
 SMALL_GAIN = 0.0005
 
 
-def _change(told: dict[str, Any], figures: dict[str, Any]) -> str:
+def change_text(told: dict[str, Any], figures: dict[str, Any]) -> str:
     """What to change, in a sentence."""
     best = about(told["interval_s"])
     if told["gain"] is None:
@@ -115,10 +115,14 @@ def _spares(told: dict[str, Any], figures: dict[str, Any]) -> list[RenderableTyp
     for row in told["spares"]:
         lost, idle = 24.0 * figures["gpus"] * row["waits"], 24.0 * each * row["spares"]
         table.add_row(str(row["spares"]), f"{row['waits']:.2%}", f"{lost:,.1f}", f"{idle:,.0f}")
+    return [Text(spares_text(told, figures)), table]
+
+
+def spares_text(told: dict[str, Any], figures: dict[str, Any]) -> str:
     share, repair = f"{100 * figures['spare_share']:.3g} %", long_time(figures["repair_s"])
     few = told["spares_advised"]
     advised = (
         f"more than {told['spares'][-1]['spares']} spares" if few is None else f"{few} spare{'' if few == 1 else 's'}"
     )
     given = f"(a broken node is replaced after {repair}; --repair, --waiting)"
-    return [Text(f"to wait less than {share} of the time for a node: {advised} {given}"), table]
+    return f"to wait less than {share} of the time for a node: {advised} {given}"

@@ -457,8 +457,8 @@ PHASE_WORDS: Final = {
 
 def took_text(phases: dict[str, float]) -> str:
     """`2.10 s: 0.10 s until it was seen, 0.20 s to find the cause, ...`."""
-    each = ", ".join(f"{seconds(took)} {PHASE_WORDS.get(phase, phase)}" for phase, took in phases.items())
-    return f"{seconds(sum(phases.values()))}: {each}"
+    each = [f"{seconds(took)} {PHASE_WORDS.get(phase, phase)}" for phase, took in phases.items() if took >= 0.005]
+    return seconds(sum(phases.values())) + (f": {', '.join(each)}" if each else "")
 
 
 def _place(folder: str, job_dir: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import html
 import statistics
@@ -13,13 +14,19 @@ from typing import Any, NamedTuple
 import click
 
 from supervisor.cli.advise import advice_from_journal
-from supervisor.cli.job_commands import JobHandle, incidents_from_journal, status_from_journal
+from supervisor.cli.job_commands import (
+    JobHandle,
+    curve_from_journal,
+    incidents_from_journal,
+    status_from_journal,
+)
 from supervisor.cli.output import print_answer
-from supervisor.errors import UnbrokenError
+from supervisor.errors import JobNotFound, UnbrokenError
 
 DAY_S = 86_400.0
+SHORT = 24
+"""Letters of a cell that is not broken into lines."""
 TRAINING, STARTING, LOST = "training", "until the first step", "lost: "
-COLOURS = {TRAINING: "#1a7f37", STARTING: "#6b7178"}
 
 
 @click.command()
@@ -50,7 +57,16 @@ def _figures(job: JobHandle) -> dict[str, Any]:
         "status": job.read("/v1/status", status_from_journal),
         "incidents": job.read("/v1/incidents", incidents_from_journal)["incidents"],
         "advice": job.read("/v1/advice", advice_from_journal),
+        "curve": _curve(job),
     }
+
+
+def _curve(job: JobHandle) -> dict[str, Any]:
+    """From the journal where it can be read: a controller of an older version knows no curve."""
+    if job.folder is not None:
+        with contextlib.suppress(JobNotFound):
+            return job.by_journal(curve_from_journal)
+    return job.read("/v1/curve", curve_from_journal)
 
 
 # ----- the figures -----
@@ -81,7 +97,9 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _job(status: dict[str, Any], incidents: list[dict[str, Any]], advice: dict[str, Any]) -> dict[str, Any]:
+def _job(
+    status: dict[str, Any], incidents: list[dict[str, Any]], advice: dict[str, Any], curve: dict[str, Any]
+) -> dict[str, Any]:
     seen = advice["measured"]
     wall_s = _seconds(status["started_at"], status["ended_at"] or status["now"])
     lost: dict[str, float] = defaultdict(float)
@@ -104,7 +122,8 @@ def _job(status: dict[str, Any], incidents: list[dict[str, Any]], advice: dict[s
         "shares": {TRAINING: ettr, STARTING: starting, **lost},
         "incidents": [{"job": status["name"], **one} for one in incidents],
         "left_out": left_out,
-        "advice": {key: advice[key] for key in ("advice", "lacks", "enough", "matters")},
+        "advice": {key: advice[key] for key in ("advice", "figures", "lacks", "enough", "matters")},
+        "curve": curve["points"],
     }
 
 
@@ -152,11 +171,13 @@ class ReportPart(NamedTuple):
     lines: Sequence[str] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
-    shares: dict[str, float] = {}
+    plots: Callable[[dict[str, Any]], Iterable[str]] = lambda _: ()
+    """SVG, in HTML alone."""
 
 
 def parts(answer: dict[str, Any]) -> Iterable[ReportPart]:
     """What the report says, whatever its form."""
+    from supervisor.cli import report_plots
     from supervisor.cli.render import clock, culprits_text, seconds
 
     jobs = answer["jobs"]
@@ -165,13 +186,20 @@ def parts(answer: dict[str, Any]) -> Iterable[ReportPart]:
     lines = [f"ETTR {ettr} of {answer['gpu_hours']:,.2f} GPU-hours. {_failures(answer)}"]
     yield ReportPart(f"Report: {names}", lines)
     rows: list[tuple[str, ...]]
-    rows = [(name, f"{share:.2%}", f"{share * answer['gpu_hours']:,.2f}") for name, share in answer["shares"].items()]
-    yield ReportPart("Where the time went", (), ("what", "share", "GPU-hours"), rows, answer["shares"])
+    rows = [(name, f"{share:.2%}", _figure(share * answer["gpu_hours"])) for name, share in answer["shares"].items()]
+    columns: tuple[str, ...] = ("what", "share", "GPU-hours")
+    yield ReportPart("Where the time went", (), columns, rows, report_plots.where_time_went)
     rows = [
         (row["class"], str(row["count"]), seconds(row["lost_s"]), seconds(row["median_down_s"]))
         for row in answer["classes"]
     ]
-    yield ReportPart("Incidents by class", (), ("class", "incidents", "lost", "median time to the next step"), rows)
+    columns = ("class", "incidents", "lost", "median time to the next step")
+    yield ReportPart("Incidents by class", (), columns, rows, report_plots.lost_by_class)
+    if rate := answer["rate"]:
+        likely, low, high = (_figure(rate[name]) for name in ("likely", "low", "high"))
+        seen = f"{answer['failures']} in {answer['node_days']:.3g} node-days"
+        columns = ("failures", "in 1,000 node-days", "90 % sure")
+        yield ReportPart("Failure rate", (), columns, [(seen, likely, f"{low} to {high}")])
     columns = ("job", "state", "started", "nodes", "GPUs", "wall time", "step", "restarts", "lost", "ETTR")
     rows = [
         (
@@ -181,7 +209,7 @@ def parts(answer: dict[str, Any]) -> Iterable[ReportPart]:
         )
         for job in jobs
     ]
-    yield ReportPart("Jobs", (), columns, rows)
+    yield ReportPart("Jobs", (), columns, rows, report_plots.courses)
     rows = [
         (
             *(one["job"], one["id"], clock(one["opened_at"])[:19], _class(one), culprits_text(one["verdict"])),
@@ -212,14 +240,15 @@ def _figure(value: float) -> str:
 
 
 def _advised(job: dict[str, Any]) -> Iterable[str]:
-    from supervisor.cli.render import about
+    from supervisor.cli.advice_text import change_text, spares_text
 
-    told = job["advice"]["advice"]
+    told, figures = job["advice"]["advice"], job["advice"]["figures"]
     if told is not None and job["advice"]["enough"] and not told["is_hopeless"]:
-        yield f"{job['name']}: save every {about(told['interval_s'])} of training."
+        yield f"{job['name']}: {change_text(told, figures)}."
+        yield f"{job['name']}: {spares_text(told, figures)}."
     else:
         lacks = "; ".join(job["advice"]["lacks"]) or "too little was seen"
-        yield f"{job['name']}: no advice on how often to save: {lacks}."
+        yield f"{job['name']}: no advice on how often to save, nor on spares: {lacks}."
 
 
 def markdown(answer: dict[str, Any]) -> str:
@@ -248,24 +277,18 @@ def page(answer: dict[str, Any]) -> str:
         level = 1 if number == 0 else 2
         body.append(f"<h{level}>{html.escape(part.title)}</h{level}>")
         body += [f"<p>{html.escape(words)}</p>" for words in part.lines]
-        body.append(_bar(part.shares))
+        body += [f"<figure>{plot}</figure>" for plot in part.plots(answer)]
         if part.rows:
             head = "".join(f"<th scope=col>{html.escape(name)}</th>" for name in part.columns)
-            rows = ("".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in part.rows)
+            rows = ("".join(map(_table_cell, row)) for row in part.rows)
             body.append(f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>")
         elif part.columns:
             body.append("<p>None.</p>")
     return _FRAME.format(title=html.escape(next(iter(parts(answer))).title), body="\n".join(filter(None, body)))
 
 
-def _bar(shares: dict[str, float]) -> str:
-    """The shares beside each other; what was lost in shades of red."""
-    pieces = []
-    for index, (name, share) in enumerate(shares.items()):
-        colour = COLOURS.get(name, f"hsl({(index * 14) % 42} 70% {40 + (index * 7) % 25}%)")
-        style = f"flex:{max(share, 0.0):.6f};background:{colour}"
-        pieces.append(f'<span style="{style}" title="{html.escape(name)} {share:.2%}"></span>')
-    return f"<div class=bar aria-hidden=true>{''.join(pieces)}</div>" if pieces else ""
+def _table_cell(text: str) -> str:
+    return f"<td{' class=short' if len(text) <= SHORT else ''}>{html.escape(text)}</td>"
 
 
 _FRAME = """<!doctype html>
@@ -278,7 +301,9 @@ body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem aut
 table {{ border-collapse: collapse; width: 100%; font-size: .9rem }}
 th, td {{ text-align: left; vertical-align: top; padding: .25rem .6rem .25rem 0; border-bottom: 1px solid #8886 }}
 td {{ overflow-wrap: anywhere }}
-.bar {{ display: flex; height: 1.4rem; border-radius: 4px; overflow: hidden; margin: .6rem 0 }}
+td.short {{ white-space: nowrap }}
+figure {{ margin: .6rem 0 }}
+figure svg {{ width: 100%; height: auto; max-height: 24rem }}
 </style>
 <body>
 {body}

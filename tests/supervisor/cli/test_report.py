@@ -1,11 +1,13 @@
 """`unbroken report`."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from recovery.cadence import Costs, Figures, advise, exact_rate
 from supervisor.cli.report import LOST, STARTING, TRAINING, markdown, page, summary
 
 HOSTILE = "<script>alert(1)</script> | a *cell* [x](javascript:1)"
@@ -42,7 +44,13 @@ def figures(gpus: int = 8, incidents: tuple[dict[str, Any], ...] = (), **given: 
     }
     measured = {"nodes": 1, "gpus": gpus, "trained_s": 2880.0, "failures": {"gpu_ecc": len(incidents)}}
     advice = {"measured": measured, "advice": None, "lacks": ["too little data"], "enough": False, "matters": False}
-    return {"status": status | given, "incidents": list(incidents), "advice": advice}
+    points = [{"at": f"2026-01-01T00:{n:02}:00.000Z", "attempt": 1, "step": n, "loss": 1 / (n + 1)} for n in range(9)]
+    return {
+        "status": status | given,
+        "incidents": list(incidents),
+        "advice": advice | {"figures": None},
+        "curve": {"points": points},
+    }
 
 
 def test_all_time_is_accounted_for() -> None:
@@ -107,3 +115,29 @@ def test_the_form_follows_the_name_of_the_file(tmp_path: Path) -> None:
         assert (tmp_path / name).read_text().startswith(begins)
     assert json.loads((tmp_path / "r.json").read_text())["schema"] == 1
     assert CliRunner().invoke(main, ["report", folder, "-o", str(tmp_path / "r.pdf")]).exit_code == 2
+
+
+def test_the_page_has_plots_and_runs_and_loads_nothing() -> None:
+    text = page(summary([figures(incidents=(incident(),), name=HOSTILE), figures(state="RUNNING")]))
+    assert text.count("<svg") == 6  # where the time went, what was lost, and of each job steps and loss
+    assert "<script" not in text
+    assert not re.search(r"""(?:src|href)=|url\(["']?(?!#)|@import""", text)
+    assert "#1a7f37" in text
+
+
+def test_there_is_advice_on_saves_and_spares() -> None:
+    from supervisor.controller.report import plain
+
+    given = Figures(
+        nodes=64,
+        gpus=512,
+        rate=exact_rate(0.01),
+        node_rate=0.01,
+        costs=Costs(stall_s=30.0, durable_s=30.0, restart_s=60.0),
+        interval_s=7200.0,
+    )
+    job = figures()
+    job["advice"] |= {"enough": True, "lacks": [], "figures": plain(given), "advice": plain(advise(given))}
+    told = markdown(summary([job])).partition("## Advice")[2]
+    assert "save every" in told
+    assert re.search(r"to wait less than .* spare", told)
