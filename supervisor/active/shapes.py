@@ -22,8 +22,9 @@ _WIDTHS: Final = {"float": 4, "c10::BFloat16": 2, "c10::Half": 2, "double": 8, "
 _COLLECTIVES: Final = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
-    "_reduce_scatter_base": "all_reduce",
-    "reduce_scatter": "all_reduce",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "all_gather": "all_gather",
     "allgather": "all_gather",
     "_allgather_base": "all_gather",

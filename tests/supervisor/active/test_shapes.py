@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from supervisor.active.shapes import COLLECTIVES, PRODUCTS, shapes_of
 
@@ -43,6 +48,11 @@ def test_collectives_of_nccl_and_gloo() -> None:
     )
 
 
+def test_a_reduce_scatter_is_one() -> None:
+    found = shapes_of([collective("_reduce_scatter_base", 1 << 20)])
+    assert found.collectives == ({"name": "reduce_scatter", "bytes": 1 << 21},)
+
+
 def test_what_is_impossible_is_left_out() -> None:
     hostile: list[dict[str, Any]] = [
         product("aten::mm", [2, 3], [4, 5]),
@@ -65,3 +75,26 @@ def test_only_the_most_are_taken() -> None:
     assert len(found.products) == PRODUCTS
     assert found.products[0]["shape"][1] == 99
     assert len(found.collectives) == COLLECTIVES
+
+
+RANK = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as distributed
+from supervisor.training.active_tests import Device, of_jobs, _one_call
+rank = int(sys.argv[3])
+distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+test = of_jobs({"rank": rank, "world": 2}, Device("cpu", 1), distributed, 1 << 12)["reduce_scatter"]
+assert _one_call(test, Device("cpu", 1))[0]
+test.work = lambda: None
+assert not _one_call(test, Device("cpu", 1))[0], "what did not arrive is not missed"
+distributed.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_reduce_scatter_of_real_ranks(tmp_path: Path) -> None:
+    repository = str(Path(__file__).parents[3])
+    command = [sys.executable, "-W", "error::FutureWarning", "-c", RANK, repository, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
