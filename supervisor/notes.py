@@ -90,7 +90,7 @@ KINDS: Final[dict[str, Kind]] = {
         "of data-parallel ranks. Use as many nodes as before, or convert it (DeepSpeed: ds_to_universal.py)"
     ),
     "fewer_processes": _kind(
-        "{node} goes on without {gpu} ({reason}): {processes} of its {of} processes[. The attempt has {world} ranks, "
+        "{node} goes on without {gpu} ({reason}): {processes} of its {of} processes[. The attempt has {world:#rank}, "
         "not {full}]. A script that does not fix the global batch trains with a smaller one. "
         "`unbroken uncordon {node}` gives the GPU back, from the next attempt on"
     ),

@@ -319,12 +319,14 @@ class ActionRunner:
         self._launch_at = time.monotonic() + min(
             LONGEST_LAUNCH_DELAY_S, FIRST_LAUNCH_DELAY_S * 2.0 ** min(self._launches - 1, 10)
         )
+        launcher = self._state.keeper.launcher if self._state.keeper is not None else None
+        replaced = launcher.pid if launcher is not None and gpus != self._state.saved.gpus else 0
         env, argv = {**os.environ, **self._plan.launcher_env}, list(self._plan.launcher_argv)
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
             argv = with_processes(argv, self._plan.torchrun_options, len(gpus))
         await self._keeper.request(op="launch", argv=argv, env=env, cwd=self._plan.cwd)
-        self._state.saved.gpus = gpus
+        self._state.saved.gpus, self._state.replaced_launcher = gpus, replaced
         self._state.saved_file.write()
 
     async def _prepare(self, assignment: Assignment, attempt: int) -> None:

@@ -223,6 +223,8 @@ class AgentState:
         """Set while a launcher waits in rendezvous. By `LauncherSocket`."""
         self.watching: int | None = None
         """The attempt whose workers a launcher watches. By `LauncherSocket`."""
+        self.replaced_launcher = 0
+        """The process that was ended to be followed by one with another number of processes. By `ActionRunner`."""
         self.joined_at = 0.0
         """Monotonic time at which a launcher was let into the newest attempt. By `ActionRunner`."""
         self.joined_wall = self.saved.joined_wall
@@ -261,7 +263,8 @@ class AgentState:
         assigned = self.assignment
         if assigned is None or assigned.role != "member" or self.saved.joined >= assigned.attempt:
             return False
-        return assigned.gpus != self.saved.gpus
+        launcher = self.keeper.launcher if self.keeper is not None else None
+        return assigned.gpus != self.saved.gpus or (launcher is not None and launcher.pid == self.replaced_launcher)
 
     def workers_of(self, attempt: int) -> tuple[WorkerProcess, ...]:
         return self.keeper.workers_of(attempt) if self.keeper is not None else ()

@@ -67,6 +67,7 @@ def sign_in() -> None:
     if folder is not None:
         entry = folder / f"pid-{os.getpid()}"
         entry.with_suffix(".new").write_text(str(_rank()))
+        (folder / f"gpus-{os.getpid()}").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
         entry.with_suffix(".new").rename(entry)
         if os.environ.get("RIG_SIGNALS"):
             for number in (signal.SIGUSR1, signal.SIGUSR2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -31,7 +30,6 @@ def main(out: Path, steps: int, pace_s: float, saved_every: int, ballast_mb: int
     """`ballast_mb`: more in each rank's snapshot."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    print(f"rank {rank} of {dist.get_world_size()}, GPUs {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}", flush=True)
     torch.manual_seed(5)
     net = torch.nn.Sequential(torch.nn.Linear(24, 40), torch.nn.SiLU(), torch.nn.Linear(40, 24))
     fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
