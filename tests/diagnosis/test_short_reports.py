@@ -1,4 +1,4 @@
-"""Short documents of many kinds (`short_reports.txt`): reports of devices, nodes and pods, logs of other stacks."""
+"""Short documents of many kinds: reports of devices, nodes and pods, logs of other stacks; some show no trouble."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from supervisor.cli import diagnose
 
 
-def reports() -> list[object]:
-    text = Path(__file__).with_name("short_reports.txt").read_text(encoding="utf-8")
+def reports(name: str = "short_reports.txt") -> list[object]:
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
     found: list[object] = []
     for number, report in enumerate(text.split("\n@ ")[1:], start=1):
         accepted, _, log = report.partition("\n")
@@ -23,3 +23,9 @@ def reports() -> list[object]:
 def test_a_reader_on_call_would_say_the_same(accepted: list[str], log: str) -> None:
     verdict = diagnose.answer([diagnose.read(io.BytesIO(log.encode()), "given.txt")])["verdict"]
     assert verdict["failure_class"] in accepted, verdict["why"]
+
+
+@pytest.mark.parametrize(("_name", "log"), reports("healthy_listings.txt"))
+def test_listings_on_which_nothing_is_wrong_alarm_nobody(_name: list[str], log: str) -> None:
+    verdict = diagnose.answer([diagnose.read(io.BytesIO(log.encode()), "given.txt")])["verdict"]
+    assert verdict["failure_class"] in ("none", "unknown"), verdict["why"]
