@@ -213,6 +213,12 @@ def join(
     joined = [_joined(key, owners, reports, present, settled, key in published) for key, owners in variants.items()]
     joined += [_published_only(one) for key, one in published.items() if key not in variants]
     failed = _not_brought(joined, reports, present)
+    joined = [
+        one._replace(missing=_lost_with_their_node(one, reports, present))
+        if one.why == NOT_REPORTED and one.save.attempt in closed_attempts
+        else one
+        for one in joined
+    ]
     told = [
         one._replace(
             why=OWNER_GONE if one.why == NOT_REPORTED and one.save.attempt in closed_attempts else one.why,
@@ -227,6 +233,26 @@ def join(
 def _may_change(one: JoinedSave, open_attempts: Set[int], closed_attempts: Set[int]) -> bool:
     attempt = one.save.attempt
     return attempt in open_attempts or one.open or (one.why == NOT_REPORTED and attempt not in closed_attempts)
+
+
+def _lost_with_their_node(one: JoinedSave, reports: Mapping[str, NodeTiers], present: Set[str]) -> str:
+    """A node that is gone was seen to write this save, or wrote its part of another one of the same attempt."""
+    save = one.save
+    gone = [
+        node
+        for node, report in sorted(reports.items())
+        if node not in present and node not in save.owners and _writes_parts(save, report)
+    ]
+    return _lost(gone)
+
+
+def _writes_parts(save: Save, report: NodeTiers) -> bool:
+    like = (part.attempt == save.attempt and part.format == save.format for part in report.parts)
+    return save.name in report.writing or any(like)
+
+
+def _lost(owners: Sequence[str]) -> str:
+    return f"the part of {', '.join(owners[:4])} is lost" if owners else ""
 
 
 def _not_brought(
@@ -287,7 +313,7 @@ def _joined(
     return JoinedSave(
         save,
         not why or published,
-        f"the part of {', '.join(gone[:4])} is lost" if gone else "",
+        _lost(gone),
         "" if published else why,
         tuple(tiers),
         staged and all(owner in reports for owner in best),

@@ -325,3 +325,26 @@ def test_names_that_lead_elsewhere(name: str) -> None:
 @pytest.mark.parametrize("name", ["ckpt.pt", "step-10/.metadata", "run/iter_0000100/mp_rank_00/model_optim_rng.pt"])
 def test_names_of_checkpoints(name: str) -> None:
     assert not why_bad_name(name)
+
+
+@pytest.mark.parametrize(
+    ("told", "lost"),
+    [
+        ({"parts": (hf(10, "b", "rng_state_1.pth"),)}, True),
+        ({"writing": ("checkpoint-20",)}, True),
+        ({"parts": (hf(20, "b", "rng_state_1.pth"),), "writing": ("checkpoint-20",)}, False),
+        ({"parts": (dcp(10, "b", 1),)}, False),
+        ({}, False),
+    ],
+)
+def test_what_a_node_wrote_that_is_gone_is_known_by_what_it_told_before(told: dict[str, object], lost: bool) -> None:
+    """No file of the format names what others wrote. Where b wrote none so far, the save of a alone may be all."""
+    first = hf(20, "a", "model.safetensors", whole=True)
+    reports = {"a": NodeTiers(parts=(first,)), "b": NodeTiers(**told)}  # type: ignore[arg-type]
+    present = everybody("a", "b") if told.get("parts") and told.get("writing") else everybody("a")
+    [save] = [one for one in join(reports, present, set(), closed_attempts={1}) if one.save.step == 20]
+    assert not save.usable
+    assert (save.missing == "the part of b is lost") is lost
+    seen = Checkpoint(path=f"{HERE}/checkpoint-20", step=20, format="hf", complete=True, modified_at=20.0)
+    [found] = [one for one in judged([seen], [save], HERE) if one.step == 20]
+    assert found.in_doubt is not lost
