@@ -163,7 +163,7 @@ function phases(incident) {
   const bar = make("div", { className: "phases", ariaHidden: "true" });
   for (const name of known) {
     const part = make("span", { title: name });
-    part.style.flexGrow = String(Math.max(incident.seconds[name], 0.001));
+    part.style.flexGrow = String(Math.max(1000 * incident.seconds[name], 1)); // under 1 in all they would not fill the bar
     part.style.background = PHASE_COLOURS[PHASES.indexOf(name)];
     bar.append(part);
   }
@@ -247,7 +247,7 @@ function nodes() {
   const wanted = at("find").value.trim().toLowerCase();
   now.nodes.forEach((node, index) => {
     let cell = grid.children[index];
-    if (!cell) grid.append((cell = make("button", { type: "button" })));
+    if (!cell) grid.append((cell = make("button", { type: "button", tabIndex: index ? -1 : 0 })));
     const text = node_text(node);
     const kind = node.state + (wanted && matches(node, wanted) ? " found" : "");
     if (cell.dataset.node !== node.node) cell.dataset.node = node.node;
@@ -259,7 +259,39 @@ function nodes() {
     if (cell.className !== kind) cell.className = kind;
   });
   while (grid.children.length > now.nodes.length) grid.lastChild.remove();
+  not_well();
   node_details();
+}
+
+const BAD_NODES = ["SUSPECT", "LOST", "CORDONED"];
+const BAD_SHOWN = 24;
+function not_well() {
+  const bad = now.nodes.filter((node) => BAD_NODES.includes(node.state)).sort((a, b) => BAD_NODES.indexOf(a.state) - BAD_NODES.indexOf(b.state));
+  const key = JSON.stringify(bad.map((node) => [node.node, node.state]));
+  if (at("not-well").dataset.key === key) return;
+  at("not-well").dataset.key = key;
+  const more = bad.length > BAD_SHOWN ? [make("span", { className: "muted", text: `and ${bad.length - BAD_SHOWN} more` })] : [];
+  at("not-well").replaceChildren(...bad.slice(0, BAD_SHOWN).map((node) => make("button", { type: "button", text: `${node.node}: ${node.state.toLowerCase()}`, onclick: () => choose(node.node) })), ...more);
+}
+
+function choose(name) {
+  now.chosen = name;
+  node_details();
+}
+
+// Thousands of cells are one stop of the Tab key; arrows move between them.
+function move_in_grid(event) {
+  const cells = [...at("nodes").children];
+  const here = cells.indexOf(event.target.closest("button"));
+  if (here < 0) return;
+  const wide = cells.findIndex((cell) => cell.offsetTop > cells[0].offsetTop);
+  const columns = wide < 0 ? cells.length : wide;
+  const to = { ArrowLeft: here - 1, ArrowRight: here + 1, ArrowUp: here - columns, ArrowDown: here + columns, Home: 0, End: cells.length - 1 }[event.key];
+  if (to === undefined || !cells[to]) return;
+  event.preventDefault();
+  for (const cell of at("nodes").querySelectorAll('[tabindex="0"]')) cell.tabIndex = -1;
+  cells[to].tabIndex = 0;
+  cells[to].focus();
 }
 
 function matches(node, wanted) {
@@ -517,9 +549,14 @@ function tell(text) {
 }
 at("nodes").addEventListener("click", (event) => {
   const cell = event.target.closest("button");
-  if (cell) { now.chosen = cell.dataset.node; node_details(); }
+  if (cell) choose(cell.dataset.node);
 });
-at("find").addEventListener("input", nodes);
+at("nodes").addEventListener("keydown", move_in_grid);
+at("find").addEventListener("input", () => {
+  nodes();
+  const found = at("nodes").querySelector(".found");
+  if (found) at("nodes").scrollTop = found.offsetTop - at("nodes").offsetTop - 40;
+});
 at("ledger-box").addEventListener("toggle", ledger);
 window.addEventListener("hashchange", follow_link);
 begin_curve();

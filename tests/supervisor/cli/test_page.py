@@ -160,6 +160,25 @@ def test_the_curve_and_the_waits_of_a_job_come_from_its_journal(hung_page: PageS
     assert "error" in json.loads(ask(hung_page, "api/ledger")[1])  # none is configured
 
 
+def test_a_reader_that_is_slow_gets_the_newest_and_nothing_is_kept_for_it() -> None:
+    now: dict[str, Any] = {"step": 0, "nodes": [], "checkpoints": []}
+    looks = threading.Semaphore(0)
+
+    def read() -> dict[str, Any]:
+        now["step"] += 1
+        looks.release()
+        return dict(now)
+
+    feed = Feed(read)
+    slow = feed.parts()
+    first = json.loads(next(part for part in slow if part)["status"])["step"]
+    for _ in range(first + 3):  # three more looks, of which it reads none
+        assert looks.acquire(timeout=60)
+    part = next(slow)
+    assert list(part) == ["status"]
+    assert json.loads(part["status"])["step"] >= first + 2
+
+
 def test_a_page_too_many_is_told_so() -> None:
     feed = Feed(lambda: {"step": 1, "nodes": [], "checkpoints": []})
     pages = [feed.parts() for _ in range(STREAMS)]
@@ -309,6 +328,7 @@ def test_a_hang_is_drawn_and_the_loss_is_read_by_keyboard(hung_page: PageServer,
     assert "loss 30," in tab.locator("#reading").inner_text()
     curve.hover(position={"x": 1, "y": 60})
     assert "step 10" in tab.locator("#reading").inner_text()
+    assert tab.locator("#not-well button").all_inner_texts() == ["n1: suspect", "n3: cordoned"]
     assert "ann" in tab.locator("#audit").inner_text()
     assert HOSTILE in tab.locator("#audit").inner_text()
     assert HOSTILE[:20] in tab.locator("#incidents").inner_text()
@@ -340,7 +360,8 @@ def test_axe_finds_nothing_that_bars_anybody(hung_page: PageServer, tab: Any, sc
 @pytest.mark.browser
 def test_an_operator_looks_decides_and_is_told_by_keyboard_alone(page: PageServer, tab: Any) -> None:
     tab.goto(page.url)
-    tab.locator("#nodes button").nth(1).focus()
+    tab.locator("#nodes button").first.focus()
+    tab.keyboard.press("ArrowRight")
     tab.keyboard.press("Enter")
     tab.locator("#node button", has_text="Cordon").focus()
     tab.keyboard.press("Enter")
@@ -427,4 +448,5 @@ def test_thousands_of_nodes_are_drawn_and_found(tmp_path: Path, tab: Any) -> Non
         assert tab.locator("#nodes .found").get_attribute("data-node") == "n3777"
         tab.locator("#nodes .found").click()
         assert "n3777" in tab.locator("#node").inner_text()
+        assert tab.locator('#nodes [tabindex="0"]').count() == 1  # one stop of the Tab key
         tab.goto("about:blank")
