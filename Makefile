@@ -35,6 +35,10 @@ bench: $(MADE)  ## repeats the figures of docs/benchmarks.md
 	-$(BIN)/python -m tests.bench scan
 	$(BIN)/python -m tests.bench flight
 
+docs: $(MADE)  ## the documentation as a site, in build/site; a link that leads nowhere fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would let warnings pass
+	@du -sh build/site
+
 croissant:  ## mlcroissant, which reads exports in a test, in an environment of its own (350 MB)
 	$(PYTHON) -m venv .venv-croissant
 	.venv-croissant/bin/python -m pip install --quiet mlcroissant
@@ -53,7 +57,7 @@ $(DEMO):
 # The virtual environment, made again when what it is made from has changed.
 $(MADE):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev,docs]'
 	rm -f $(VENV)/.made-*
 	touch $@
 
