@@ -113,6 +113,11 @@ def find_ourselves() -> None:
 def main() -> None:
     """The command, or a module of ours."""
     find_ourselves()
+    if os.environ.get("_UNBROKEN_COMPLETE", "").endswith("_complete"):
+        from supervisor.cli.completion import answer
+
+        sys.stdout.write(answer(os.environ["_UNBROKEN_COMPLETE"].partition("_")[0]))
+        return
     if sys.argv[1:2] == ["-m"]:
         import runpy
 

@@ -1,4 +1,4 @@
-"""`unbroken docs` and `unbroken slurm-template`: the pages and batch scripts that belong to this version."""
+"""`unbroken docs`, `slurm-template` and `completion`: pages, batch scripts and shell scripts of this version."""
 
 from __future__ import annotations
 
@@ -122,3 +122,22 @@ def slurm_template(name: str) -> None:
     if found is None:
         raise UnbrokenError(f"there is no template {name}: {', '.join(files) or f'{root()} has none'}")
     click.echo(found.read_text(encoding="utf-8"), nl=False)
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a script that completes commands, incidents, nodes and jobs.
+
+    \b
+    ~/.bashrc:                 eval "$(unbroken completion bash)"
+    ~/.zshrc, after compinit:  eval "$(unbroken completion zsh)"
+    ~/.config/fish/config.fish: unbroken completion fish | source
+    """
+    from click.shell_completion import get_completion_class
+
+    from supervisor.cli.completion import VARIABLE
+
+    made = get_completion_class(shell)
+    assert made is not None
+    click.echo(made(click.Command("unbroken"), {}, "unbroken", VARIABLE).source())

@@ -21,7 +21,7 @@ from supervisor.cli.advise import advise
 from supervisor.cli.bundle import bundle
 from supervisor.cli.check import check
 from supervisor.cli.checkpoints import group as checkpoints
-from supervisor.cli.docs import docs, slurm_template
+from supervisor.cli.docs import completion, docs, slurm_template
 from supervisor.cli.drain_requests import drain_requests
 from supervisor.cli.export import export
 from supervisor.cli.job_commands import JOB_COMMANDS, OPERATOR_COMMANDS
@@ -73,7 +73,7 @@ HELP = {
     ),
     "Look after nodes": ("check", "qualify", "nodes", "drain-requests"),
     "Understand and plan": ("diagnose", "report", "advise", "export", "llm", "config", "replay", "bench"),
-    "Read and set up": ("docs", "slurm-template"),
+    "Read and set up": ("docs", "slurm-template", "completion"),
 }
 """In which part of `unbroken --help` each command is listed."""
 
@@ -263,18 +263,32 @@ def bench(arguments: tuple[str, ...]) -> None:
     sys.exit(measure.main(list(arguments)))
 
 
-@main.command("controller", context_settings={"ignore_unknown_options": True}, add_help_option=False)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def controller(arguments: tuple[str, ...]) -> None:
-    """Run a controller by itself.
+@main.command("controller")
+@click.option("--job-dir", required=True, help="Job folder: journal, token, controller.json.")
+@click.option("--listen", metavar="HOST:PORT", help="Where it listens.  [a free port; one node: on 127.0.0.1]")
+@click.option("--nodes", type=click.IntRange(1), metavar="N", help="Most nodes; with 1 only this host connects.  [1]")
+@click.option("--token-file", help="File with the job's token.  [`token` in the job folder, made if absent]")
+@click.option("--socket", metavar="PATH", help="Unix socket for this user on this node.  [in the local folder]")
+@click.option("--tls-cert", metavar="FILE", help="PEM; switches TLS on.")
+@click.option("--tls-key", metavar="FILE", help="PEM.  [in --tls-cert]")
+@click.option("--training-python", metavar="FILE", help="Runs the model that is asked for opinions.")
+@click.option("--scheduler-job", metavar="ID", help="The job's id at its scheduler.  [SLURM_JOB_ID]")
+@click.option(
+    "--requeues", type=click.IntRange(0), metavar="N", help="How often the scheduler has started the job again."
+)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="[info]")
+def controller(**given: object) -> None:
+    """Run a controller by itself, on a host without ranks.
 
-    `unbroken run` starts one on the first node.
+    `unbroken run` starts one on the first node. Exit codes: 0 the job has ended, or a signal; 1 it cannot start;
+    4 a newer controller has the job; 78 the journal is another version's. No restart cures the last two.
     """
     from supervisor.controller import main as service
 
     settings = config.load_here().settings
     _check(settings)
-    sys.exit(service.main(list(arguments), config.absolute(settings, Path.cwd())))
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+    sys.exit(service.main(words, config.absolute(settings, Path.cwd())))
 
 
 # ----- looking into things -----
@@ -387,6 +401,7 @@ for each in (
     checkpoints,
     docs,
     slurm_template,
+    completion,
     drain_requests,
     export,
     advise,
