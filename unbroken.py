@@ -113,10 +113,10 @@ def find_ourselves() -> None:
 def main() -> None:
     """The command, or a module of ours."""
     find_ourselves()
-    if os.environ.get("_UNBROKEN_COMPLETE", "").endswith("_complete"):
+    if os.environ.get("_COMPLETE_UNBROKEN", "").endswith("_complete"):
         from supervisor.cli.completion import answer
 
-        sys.stdout.write(answer(os.environ["_UNBROKEN_COMPLETE"].partition("_")[0]))
+        sys.stdout.write(answer(os.environ["_COMPLETE_UNBROKEN"].partition("_")[0]))
         return
     if sys.argv[1:2] == ["-m"]:
         import runpy

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-VARIABLE: Final = "_UNBROKEN_COMPLETE"
+VARIABLE: Final = "_COMPLETE_UNBROKEN"
 TABLE: Final = Path(__file__).with_name("commands.json")
 JOURNAL_BYTES: Final = 512 << 10
 """So much of the end of a journal is read."""
@@ -101,8 +101,8 @@ def _of_kind(kind: str | list[str], begun: str, cwd: Path, job_dir: str) -> list
     elif kind:
         named = (cwd / job_dir, cwd / "unbroken-jobs" / job_dir) if job_dir else _jobs(cwd)[:1]
         folder = next((one for one in named if one.is_dir()), None)
-        incidents, nodes = _told(folder) if folder is not None else ([], [])
-        values = [*(("last", *incidents) if "incident" in kind else ()), *(nodes if "node" in kind else ())]
+        incidents, nodes = _reported(folder) if folder is not None else ([], [])
+        values = [*(("last", *incidents) if incidents and "incident" in kind else ()), *(nodes if "node" in kind else ())]
     found = [Offer(value) for value in values if value.startswith(begun)][:MOST]
     return [*found, Offer(begun, kind="dir")] if kind == "job" and not found else found
 
@@ -116,7 +116,7 @@ def _jobs(cwd: Path) -> list[Path]:
         return []
 
 
-def _told(folder: Path) -> tuple[list[str], list[str]]:
+def _reported(folder: Path) -> tuple[list[str], list[str]]:
     """Incidents, the newest first, and nodes that the newest journals of a job name."""
     incidents: set[int] = set()
     nodes: set[str] = set()

@@ -73,7 +73,7 @@ def test_a_shell_is_answered_without_the_commands(folder: Path) -> None:
         "import sys, unbroken; sys.argv[1:] = []; unbroken.main(); "
         f"print(*({HEAVY!r} & sys.modules.keys()), file=sys.stderr)"
     ).replace(repr(HEAVY), repr(set(HEAVY)))
-    env = os.environ | {"_UNBROKEN_COMPLETE": "zsh_complete", "COMP_WORDS": "unbroken why i-", "COMP_CWORD": "2"}
+    env = os.environ | {"_COMPLETE_UNBROKEN": "zsh_complete", "COMP_WORDS": "unbroken why i-", "COMP_CWORD": "2"}
     env["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
