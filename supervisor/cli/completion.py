@@ -102,7 +102,8 @@ def _of_kind(kind: str | list[str], begun: str, cwd: Path, job_dir: str) -> list
         named = (cwd / job_dir, cwd / "unbroken-jobs" / job_dir) if job_dir else _jobs(cwd)[:1]
         folder = next((one for one in named if one.is_dir()), None)
         incidents, nodes = _reported(folder) if folder is not None else ([], [])
-        values = [*(("last", *incidents) if incidents and "incident" in kind else ()), *(nodes if "node" in kind else ())]
+        values = ["last", *incidents] if incidents and "incident" in kind else []
+        values += nodes if "node" in kind else []
     found = [Offer(value) for value in values if value.startswith(begun)][:MOST]
     return [*found, Offer(begun, kind="dir")] if kind == "job" and not found else found
 
