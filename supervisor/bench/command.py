@@ -34,7 +34,7 @@ MIRROR_PAIRS = 3
 """Less than three minutes."""
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def group() -> None:
     """Measure on this machine; needs torch."""
 

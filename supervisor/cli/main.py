@@ -295,7 +295,7 @@ def controller(**given: object) -> None:
 
 
 @main.command("config")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
 def print_config(as_json: bool) -> None:
     """Show every setting, its value, and its origin."""
     from supervisor.cli import render
@@ -366,7 +366,7 @@ def diagnose(paths: tuple[str, ...], as_json: bool, digest: bool, limit: int, go
 
 @main.command()
 @click.argument("journal", type=click.Path(exists=True, path_type=Path))
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="JSON, documented in docs/protocol.md.")
 def replay(journal: Path, as_json: bool) -> None:
     """Check that this version makes the decisions in JOURNAL.
 

@@ -70,7 +70,7 @@ def courses(answer: dict[str, Any]) -> Iterable[str]:
             yield _drawn(chart)
 
 
-_LINE: Final[dict[str, Any]] = {"height": 300, "show_legend": False, "dots_size": 1, "show_dots": False}
+_LINE: Final[dict[str, Any]] = {"height": 300, "show_legend": False, "show_dots": False, "stroke_style": {"width": 2}}
 
 
 def _looks(*colours: str) -> dict[str, Any]:
@@ -91,7 +91,15 @@ def _looks(*colours: str) -> dict[str, Any]:
         opacity="1",
         colors=colours,
     )
-    return {"style": style, "js": (), "width": 1000, "margin": 6, "legend_at_bottom": True, "truncate_legend": 40}
+    return {
+        "style": style,
+        "js": (),
+        "width": 1000,
+        "margin": 6,
+        "legend_at_bottom": True,
+        "truncate_legend": 40,
+        "truncate_label": 40,
+    }
 
 
 def _drawn(chart: Any) -> str:

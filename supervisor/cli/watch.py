@@ -1,7 +1,7 @@
 """`unbroken watch`: one job, live on the terminal, with keys for what an operator does at once.
 
 A key only asks. The question says in the dry run's words what would happen; the command is given when `y` is pressed,
-and only if the dry run still says the same.
+and only if it would still do the same.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ LOOK_FIRST_S: Final = 0.5
 """A question must have been there for so long before it can be answered."""
 ASK_S: Final = 30.0
 NOTICE_S: Final = 10.0
+SAME: Final = ("state", "refused", "interrupts", "drains", "attempt", "leave", "join")
+"""Of a dry run: what must not have changed when somebody has said yes. (Its sentence may: a newer checkpoint.)"""
 HELP: Final = (
     "p  pause: watch and record, but do nothing; p again: resume, also a job that is held",
     "a  approve the plan, or the swap, that waits for it        x  reject it",
@@ -115,7 +117,7 @@ class OpenQuestion(NamedTuple):
 
     command: CommandName
     argument: str
-    words: str
+    would: dict[str, Any]
     asked_at: float
 
 
@@ -137,7 +139,7 @@ class Keys:
         if asked is not None and now - asked.asked_at < LOOK_FIRST_S:
             self.question = asked
         elif asked is not None and key == "y":
-            self._begin(asked.command, asked.argument, asked.words)
+            self._begin(asked.command, asked.argument, asked.would)
         elif asked is not None:
             self._say(f"{asked.command}: nothing was done", now)
         elif key in ("p", "a", "x"):
@@ -165,7 +167,7 @@ class Keys:
         elif told["refused"]:
             self._say(told["would"].replace("\n", "; "), now)
         else:
-            self.question = OpenQuestion(command, argument, told["would"], now)
+            self.question = OpenQuestion(command, argument, told, now)
         return self.question is not None
 
     def lines(self, answer: dict[str, Any], now: float) -> Iterator[str]:
@@ -175,7 +177,7 @@ class Keys:
         if self._running is not None:
             yield f"{self._running[1]}: asking the controller ..."
         elif self.question is not None:
-            yield from self.question.words.splitlines()
+            yield from self.question.would["would"].splitlines()
             what = f"{self.question.command} {self.question.argument}".rstrip()
             yield f"{what}?  y: do it    any other key: no"
         elif self.notice[0] and now - self.notice[1] < NOTICE_S:
@@ -188,16 +190,16 @@ class Keys:
     def _say(self, text: str, now: float) -> None:
         self.notice = (text, now)
 
-    def _begin(self, command: CommandName, argument: str, agreed: str = "") -> None:
-        """`agreed`: the words that somebody has said yes to; where they are not the same any more, ask again."""
+    def _begin(self, command: CommandName, argument: str, agreed: dict[str, Any] | None = None) -> None:
+        """`agreed`: what somebody has said yes to; where it would be another thing now, ask again."""
 
         def work() -> dict[str, Any]:
             would = self._act(command, argument, True)
-            if not agreed or would["would"] != agreed:
+            if agreed is None or any(would.get(field) != agreed.get(field) for field in SAME):
                 return would
             return self._act(command, argument, False)
 
-        self._running = (_beside(work), command, argument, bool(agreed))
+        self._running = (_beside(work), command, argument, agreed is not None)
 
 
 def meaning(key: str, answer: dict[str, Any]) -> tuple[CommandName, str] | str:

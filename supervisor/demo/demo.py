@@ -315,7 +315,7 @@ START_LIMIT_S = 120.0
 END_LIMIT_S = 120.0
 
 
-@click.command()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--ranks", type=click.IntRange(2, 4), default=2, show_default=True)
 @click.option("--keep", type=click.Path(path_type=Path), help="Run in this folder and keep it.")
 @click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Save the output as a picture (SVG).")

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from supervisor.cli.jobs import outputs
 from supervisor.cli.main import HELP, main
@@ -125,3 +127,12 @@ def test_what_is_not_here_is_told_apart(place: Path) -> None:
 def test_each_command_has_one_place_in_the_help() -> None:
     named = [name for names in HELP.values() for name in names]
     assert sorted(named) == sorted(main.commands)
+
+
+@pytest.mark.parametrize("name", sorted(set(main.commands) - {"demo", "bench", "controller"}))
+def test_each_command_answers_h(name: str) -> None:
+    done = CliRunner().invoke(main, [name, "-h"])
+    assert done.exit_code == 0
+    assert done.output.startswith(f"Usage: main {name}")
+    options = done.output.partition("Options:")[2].partition("Commands:")[0]
+    assert not re.search(r"^  -\S+(?: [A-Z]\S*)?\n(?!   )", options, re.MULTILINE), "an option without a word of help"

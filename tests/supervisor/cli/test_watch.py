@@ -159,10 +159,11 @@ class Desk:
         self.given: list[tuple[str, str]] = []
         self.would = WOULD
         self.refused = False
+        self.state = "RUNNING"
 
     def act(self, command: CommandName, argument: str, dry: bool) -> dict[str, Any]:
         if dry:
-            return {"would": self.would, "refused": self.refused}
+            return {"would": self.would, "refused": self.refused, "state": self.state}
         self.given.append((command, argument))
         return {"notes": [f"{command} is done"]}
 
@@ -218,7 +219,7 @@ def test_what_would_be_another_thing_now_is_asked_again() -> None:
     keys = Keys(desk.act)
     keys.press("p", status(), 0.0)
     settle(keys, 1.0)
-    desk.would = "the job would end"
+    desk.would, desk.state = "the job would end", "RECOVERING"
     keys.press("y", status(), 2.0)
     assert settle(keys, 3.0)
     assert (desk.given, next(iter(keys.lines(status(), 3.0)))) == ([], "the job would end")
