@@ -24,9 +24,9 @@ from supervisor.cli.job_commands import (
     curve_from_journal,
     dry_run_answer,
     incidents_from_journal,
+    read_timeline,
     send,
     status_from_journal,
-    timeline_from_journal,
 )
 from supervisor.cli.nodes import ledger_answer
 from supervisor.cli.output import operator_name
@@ -111,7 +111,7 @@ class JobReader:
 
     def timeline(self, since: int) -> dict[str, Any]:
         """Rows after `since`, without details but for commands; at most the newest 2,000."""
-        answer = self.read(f"/v1/timeline?since={since}", timeline_from_journal)
+        answer = read_timeline(self._job, since)
         rows = [row for row in answer["rows"] if row["seq"] > since and (not row["detail"] or row["kind"] in AUDIT)]
         return {**answer, "rows": rows[-2000:]}
 
