@@ -269,7 +269,7 @@ class NodeTests:
         yield from self._set_timer()
         self._nodes.touch(*series.nodes)
         if series.rounds:
-            conclusion = conclude(series.able, series.rounds, series.margin)
+            conclusion = conclude(series.able, series.rounds, series.margin, self._tested_domains(series.able))
             found = pair_results(conclusion, series.rounds, now)
             self._keep(found)
             told = [one for one in found if one.node in series.suspects or one.verdict == "fail"]
@@ -280,6 +280,12 @@ class NodeTests:
             del self._tested_at[next(iter(self._tested_at))]
         partners = tuple(name for name in series.able if name not in series.suspects)
         yield SuspectsTested(series.incident, series.suspects, partners, now - series.began_at, conclusion, unknown)
+
+    def _tested_domains(self, tested: Sequence[str]) -> dict[str, str]:
+        """Node -> switch or rack, where all of the job's nodes below it were tested: else a part may be well."""
+        here = {node.name: node.domain for node in self._nodes if node.present and node.domain}
+        partly = {domain for name, domain in here.items() if name not in tested}
+        return {name: here[name] for name in tested if here.get(name, "") not in ("", *partly)}
 
     def stop(self, why: str) -> Wants:
         """Nobody waits for the suspects' tests any more."""

@@ -191,6 +191,13 @@ def test_only_living_ranks_are_in_the_job_info(tmp_path: Path, monkeypatch: pyte
     assert (info.checkpoint_bytes, info.clock_offset_s) == (0, None)
 
 
+def test_a_launcher_without_a_gpu_has_the_others(tmp_path: Path) -> None:
+    node = plan(tmp_path, launcher_env={"CUDA_VISIBLE_DEVICES": "2,3"})
+    monitor = JobMonitor(node, checkpoint_monitor(tmp_path, ()), Link.for_plan(node))
+    assert monitor.info([worker(8, 80)]).gpus_of_ranks == {8: "2,3:0"}
+    assert monitor.info([worker(8, 80)], gpus=("GPU-1", "GPU-3")).gpus_of_ranks == {8: "GPU-1,GPU-3:0"}
+
+
 def test_room_is_counted_in_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     checkpoints = checkpoint_monitor(tmp_path, ("ckpt",))
     sizes = [(100, True, 1.0), (300, True, 2.0), (7, False, 3.0)]

@@ -16,6 +16,8 @@ from supervisor.agent.state import (
     SavedStateFile,
     Wakeup,
 )
+from supervisor.keeper_client import KeeperState, LauncherProcess
+from supervisor.messages import Assignment
 
 
 def test_the_next_agent_reads_what_this_one_wrote(tmp_path: Path) -> None:
@@ -111,3 +113,26 @@ def test_a_cancelled_wait_leaves_nothing_behind() -> None:
         await asyncio.wait_for(wakeup.wait(60), 60)
 
     asyncio.run(run())
+
+
+def test_a_launcher_that_is_replaced_is_no_news_until_its_successor_is_known(make_state: Any) -> None:
+    state = make_state()
+    gpus = ("GPU-12345678",)
+
+    def assigned(attempt: int, gpus: tuple[str, ...], role: str = "member") -> Assignment:
+        return Assignment(epoch=1, version=1, node="n", role=role, attempt=attempt, stage="form", gpus=gpus)
+
+    assert not state.is_replaced
+    state.assignment, state.saved.joined = assigned(2, ()), 1
+    state.set_keeper(KeeperState(ready=True, launcher=LauncherProcess(pid=10)))
+    assert not state.is_replaced
+    state.assignment = assigned(2, gpus)
+    assert state.is_replaced
+    state.assignment = assigned(2, gpus, role="spare")
+    assert not state.is_replaced
+    state.assignment, state.saved.gpus, state.replaced_launcher = assigned(2, gpus), gpus, 10
+    assert state.is_replaced, "the keeper still tells of the one before"
+    state.set_keeper(KeeperState(ready=True, launcher=LauncherProcess(pid=11)))
+    assert not state.is_replaced
+    state.assignment, state.saved.joined = assigned(2, ()), 2
+    assert not state.is_replaced, "the ranks run"

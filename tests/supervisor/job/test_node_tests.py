@@ -182,6 +182,19 @@ def test_between_two_suspects(suspected: Any) -> None:
     assert started(driver)
 
 
+@pytest.mark.parametrize("others", [(), ("n7",), ("n0",)])
+def test_a_rack_of_which_all_nodes_fail(suspected: Any, others: tuple[str, ...]) -> None:
+    """Then none of them is named; one that was not tested (n7), or does well (n0), speaks for the rack."""
+    driver = suspected(8, "n3", "n4")
+    driver.join("n3", "n4", *others, domain="rack 9")
+    fleet = Fleet(driver, failing={"n3", "n4"})
+    assert ("n7" in fleet.orders(), "n0" in fleet.orders()) == (False, True)
+    fleet.run()
+    assert left_out(driver) == (set() if not others else {"n3", "n4"})
+    assert ("rack 9" in view(driver).unknown) == (not others)
+    assert started(driver)
+
+
 @pytest.mark.parametrize("count", [3, 4, 8, 33, 1024])
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_fleets_in_which_up_to_half_are_bad(suspected: Any, count: int, share: float) -> None:
