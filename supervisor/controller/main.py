@@ -265,8 +265,7 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
     metrics = settings.metrics
     tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
     target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
-    scrape = _scrape_of(control) if metrics.enabled else None
-    alerts = alert_receiver(control, settings.run.site_file)
+    scrape, alerts = _scrape_of(control) if metrics.enabled else None, alert_receiver(control, settings.run.site_file)
     server = Server(control, token, _server_tls(tls_cert, tls_key), scrape, alerts)
     # Under a scheduler orders and scrapes come from other hosts, of a job of one node, too.
     alone = options.nodes == 1 and not options.scheduler_job

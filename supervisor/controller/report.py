@@ -356,8 +356,6 @@ def _tell_more(event: m.AnyEvent) -> tuple[str, bool]:
             return slow_text(event) if event.ranks else "no rank slows the others down any more", True
         case m.InputWaitSeen():
             return input_text(event) if event.ranks else "the ranks wait for data no longer", True
-        case m.AlertsSeen():
-            return f"alerts from outside: {len(event.firing)} fire, {len(event.ended)} have ended", True
         case m.SpaceSeen():
             return f"{event.node}: {'; '.join(event.full) or 'there is enough disk space'}", True
         case m.NumbersSeen():
