@@ -67,16 +67,17 @@ def _print_jobs(answer: dict[str, Any]) -> None:
 
     cells = []
     for one in answer["jobs"]:
+        folder = os.path.relpath(one["job_dir"])
         if one["problem"]:
-            cells.append((one["name"], "?", "", "", "", "", "", one["problem"]))
+            cells.append((one["name"], "?", "", "", "", "", "", folder, one["problem"]))
             continue
         step = "" if one["step"] is None else str(one["step"])
         step += f" of {one['last_step']}" if one["last_step"] is not None else ""
         silent = "" if one["controller"] or one["ended_at"] is not None else "no controller answers"
         times = (render.clock(one["started_at"])[:19], render.clock(one["ended_at"])[:19])
         counts = (str(one["attempt"]), step, str(one["incidents_total"]))
-        cells.append((one["name"], one["state"], *counts, *times, silent or one["waiting"]))
-    columns = ("job", "state", "attempt", "step", "incidents", "started", "ended", "why")
+        cells.append((one["name"], one["state"], *counts, *times, folder, silent or one["waiting"]))
+    columns = ("job", "state", "attempt", "step", "incidents", "started", "ended", "folder", "why")
     left_out = answer["left_out"]
     render.rows(columns, cells, below=f"{left_out} older ones are left out: --last shows more" if left_out else "")
 
