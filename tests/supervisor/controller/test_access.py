@@ -50,12 +50,14 @@ async def give(address: str, token: str, **command: Any) -> int:
 def test_each_role_may_what_its_row_says(rig: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no munge
     tokens = {role: grant(rig.job_dir, role, number) for number, role in enumerate(("read", "operate", "alerts"))}
+    of_user = grant(rig.job_dir, "read", 9, uid=5)
 
     async def scenario() -> None:
         async with rig.controller() as running:
             assert await get(running.address, tokens["read"]) == 200
             assert await get(running.address, tokens["operate"]) == 200
             assert await get(running.address, tokens["alerts"]) == 403
+            assert await get(running.address, of_user) == 403, "a user's right is no token"
             assert await give(running.address, tokens["read"]) == 403
             assert await give(running.address, tokens["alerts"]) == 403
             assert rig.journalled(OperatorCommand) == []
