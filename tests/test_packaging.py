@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import sysconfig
@@ -55,10 +56,12 @@ def tracked_files(*where: str) -> set[str]:
 def test_the_wheel_holds_every_file_of_the_packages_and_nothing_else(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[0]) as wheel:
         names = {name for name in wheel.namelist() if not name.startswith("unbroken-")}
+        shared = [name for name in wheel.namelist() if name.startswith(f"unbroken-{VERSION}.data/")]
         metadata = next(wheel.read(name).decode() for name in wheel.namelist() if name.endswith("/METADATA"))
         licences = [name for name in wheel.namelist() if name.endswith("/licenses/LICENSE")]
     pages = {name for name in names if name.startswith("supervisor/pages/")}
     assert names - pages == tracked_files(*OURS, "unbroken.py")
+    assert "share/man/man1/unbroken.1" in "".join(shared)
     assert {name.removeprefix("supervisor/pages/") for name in pages} == tracked_files("docs", "deploy", *TOP_PAGES)
     assert {f"{package}/py.typed" for package in OURS} <= names
     assert any(name.endswith(".dist-info/entry_points.txt") for name in names), "the shim's entry points"
@@ -133,8 +136,18 @@ def test_the_daemon_imports_nothing_heavy(module: str) -> None:
     assert int(count) < 1200, "modules are what start-up time is made of"
 
 
+VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]  # type: ignore[index]
+
+
 def test_the_version_is_the_distributions() -> None:
-    assert run(sys.executable, "-m", "supervisor.cli.main", "--version", cwd=ROOT).strip().endswith("0.1.0")
+    assert run(sys.executable, "-m", "supervisor.cli.main", "--version", cwd=ROOT).split() == ["unbroken", VERSION]
+
+
+def test_the_changelog_begins_with_what_is_unreleased_and_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    first, second = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.M)[:2]
+    assert first == ("Unreleased", "")
+    assert (second[0], bool(second[1])) == (VERSION, True)
 
 
 def environment(folder: Path) -> Path:
