@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from diagnosis import rules
+from diagnosis import complaints, rules
 from diagnosis.rules import RuleMatch
 from diagnosis.signals import Frame, Frozen
 from diagnosis.stacks import is_library
@@ -82,6 +82,13 @@ C = FailureClass
 Guess = tuple[FailureClass, float]
 
 SURE: Final = 0.75
+NAMED_CONFIDENCE: Final = 0.68
+_HUMPS: Final = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_KIND: Final = re.compile(r"(?:Error|Exception)$")
+"""Where a new word of a type's name begins, and what every type has."""
+SOMETHING_IS_WRONG: Final = 0.65
+VAGUE: Final = 0.5
+"""What is said of a type that no table knows is at most so sure."""
 
 _TABLE: Final = load("diagnosis", "exceptions.toml")
 _WORDS: Final = {name: re.compile(row["regex"]) for name, row in _TABLE["words"].items()}
@@ -120,6 +127,16 @@ _DECISIONS: Final = {
     for name in table["names"]
 }
 """Types whose meaning depends on the message and on the code they came through; `*`: all that nobody knows."""
+_NOT_RAISED: Final = (C.PREEMPTED_OR_CANCELLED, C.NODE_FAILURE)
+"""No exception of a rank is proof of these."""
+_NO_ARGUMENTS: Final = (
+    C.CHECKPOINT_CORRUPT_OR_MISMATCH,
+    C.STORAGE_ERROR,
+    C.RENDEZVOUS_STORE,
+    C.NCCL_NETWORK,
+    C.NVLINK_ERROR,
+)
+"""What a message is about that is no argument, whatever words of arguments it has."""
 _PLAIN_BUGS: Final = frozenset(_TABLE["types"]["plain_bugs"])
 _PEERS_GONE: Final = frozenset(_TABLE["types"]["peers_gone"])
 _PIPES_GONE: Final = frozenset(_TABLE["types"]["pipes_gone"])
@@ -228,15 +245,32 @@ def _classify(exception: str, message: str, where: Where) -> Guess:
         return C.DEPENDENCY_IMPORT_ERROR, 0.7
     if name == "ParserError":  # of YAML, else of tables and dates
         return (C.CONFIG_OR_ARGUMENT_ERROR, 0.8) if exception.startswith("yaml") else (C.DATA_LOADING_ERROR, 0.75)
-    if name in _DECISIONS:
-        return _decide(_DECISIONS[name], message, where)
     if name in _PLAIN_BUGS:
         return _plain_bug(message)
+    text = f"{_HUMPS.sub(' ', _KIND.sub('', name))}: {message}"
+    named = complaints.named(f"{exception}: {message}")
+    if named not in (None, *_NOT_RAISED):
+        return named, NAMED_CONFIDENCE
+    if name in _DECISIONS:
+        return _by_words(_decide(_DECISIONS[name], message, where), text)
     if name in _BY_NAME:
         return _BY_NAME[name]
     top, _, rest = exception.rpartition(".")[0].partition(".")
     by_module = _BY_MODULE.get(top) or _BY_MODULE.get(f"{top}.{rest.partition('.')[0]}")
-    return by_module or _decide(_DECISIONS["*"], message, where)
+    if by_module is not None and by_module[0] is not C.FRAMEWORK_BUG:
+        return by_module
+    if by_module is not None:  # a compiler or a runtime that repeats what went wrong beneath it
+        return by_module if message.startswith("INTERNAL") else _by_words(by_module, text, by_module[1])
+    return _by_words(_decide(_DECISIONS["*"], message, where), text)
+
+
+def _by_words(guess: Guess, text: str, vague: float = VAGUE) -> Guess:
+    """Where the type and the place say next to nothing: what the message complains of."""
+    told = next((one for one in complaints.readings(text) if one.confidence >= complaints.BY_WORDS), None)
+    config = guess[0] is C.CONFIG_OR_ARGUMENT_ERROR and guess[1] <= SOMETHING_IS_WRONG
+    if told is None or not (guess[1] <= vague or (config and told.failure_class in _NO_ARGUMENTS)):
+        return guess
+    return told.failure_class, told.confidence + 0.1
 
 
 def _decide(rows: list[_Decision], message: str, where: Where) -> Guess:
@@ -264,18 +298,50 @@ def _where(traceback: Traceback) -> Where:
 LAST_LINES: Final = 6
 """Lines that are not empty, at the end of a log."""
 FINALIZER_LINES: Final = 24
-LAST_WORDS_CONFIDENCE: Final = 0.4
+MAX_WORDS: Final = 1000
 _MARK: Final = re.compile(
     r"^.{0,80}?(?:\b(?:FATAL|CRITICAL|PANIC|EMERG)\b"
     r"|(?<![\w.-])(?:ERROR|Error|error|fatal|panic|Fatal error)(?:\[\w+\])?[:\]|>)]"
     r"|\b(?:failed to|cannot|could not|unable to|refusing to)\b)"
 )
 _TROUBLE: Final = re.compile(r"fail|error|warn|unable|cannot|could not|invalid|lost|timed? ?out|exceed", re.IGNORECASE)
+_LEVEL: Final = re.compile(
+    r"\*ERROR\*|<ERROR>|\[[EXF]\]|^[EF]\d{4} |(?<!\w)ERR(?!\w)"
+    r"|\b(?:CommandException|\w{2,60}(?:Error|Exception|Failure))\b: "
+)
+"""More marks of an error, at any place."""
 _HARMLESS: Final = re.compile(
     r"retry|ignor|skip|fall(?:ing)?[ -]?back|warn|deprecat|will be|using default|\bINFO\b|\bDEBUG\b|loss|accuracy"
     r"|epoch|not (?:an )?error|no error|0 errors|register|factory",
     re.IGNORECASE,
 )
+_DEALT_WITH: Final = re.compile(
+    r"retry|ignor|skip|fall(?:ing)?[ -]?back|deprecat|using default|\bINFO\b|\bDEBUG\b|succe(?:ss|ed)|recovered"
+    r"|\b(?:no|0|zero|without|not an|isn't an?)\s+(?:\w+\s+){0,2}(?:errors?|failures?|nans?|issues?|faults?)\b"
+    r"|\b(?:if|unless|whether|in case|to avoid|to prevent)\b",
+    re.IGNORECASE,
+)
+"""A name of an error in a line that tells of none."""
+_GIVES_UP: Final = re.compile(
+    r"max(?:imum)?[ _]?retries|giv(?:ing|es?|en) up|(?:after|exceeded|reached) .{0,30}\b(?:retries|attempts|tries)"
+    r"|retries? .{0,12}(?:exceeded|exhausted|failed)",
+    re.IGNORECASE,
+)
+_STOPPED: Final = re.compile(
+    r"timed[- ]?out|timeout after|\b(?:hung|stuck|unreachable|unavailable|lost|refused|mismatch|truncated|damaged"
+    r"|denied|died|incompatible|(?:do|does|did) not (?:match|complete|find|answer)|gave up|err-?disabled|flap\w*"
+    r"|throttl\w+|asserted|enforced|killed|expired|exhausted|stalled|cancell?ed|disagree|malformed|diverged"
+    r"|(?:being|was|were|been) (?:preempted|reclaimed|evicted|deleted|revoked))\b"
+    r"|\b(?:deleted|aborted|stopped) (?:by|via)\b",
+    re.IGNORECASE,
+)
+"""Words of trouble for a line that has a subject of its own."""
+_LACKS: Final = re.compile(
+    r"\b(?:do|does|did|could|can|is|are) ?not (?!an\b)|there is no\b|no (?=package|connection|route)", re.I
+)
+"""Something is not as it should be: no sign that all is well."""
+_OPTIONAL: Final = (C.DEPENDENCY_IMPORT_ERROR, C.DNS_OR_CONNECT, C.PERMISSION_OR_AUTH)
+"""A program often goes on without what these are about."""
 _UNRESOLVED: Final = re.compile(
     r"name resolution|name or service not known|(?:could not|cannot|failed to|unable to) resolve|getaddrinfo|"
     r"network is unreachable|no route to host",
@@ -307,6 +373,7 @@ _SLEEPER: Final = re.compile(
 )
 _EXCEPTION_LINE: Final = re.compile(
     r"^((?:[a-z_]\w{0,40}\.){0,6}[A-Z]\w{1,60}(?:Error|Exception|Timeout)|[a-z_]\w{1,20}\.error): (\S.{2,})$"
+    r"|^((?:[a-z_]\w{0,40}\.){1,6}[A-Z]\w{3,60})(?:: (\S.{2,}))?$"
 )
 _CAUGHT: Final = re.compile(r"retry|ignor|skip|fall(?:ing)?[ -]?back|will be|using default|caught|continu", re.I)
 _ABOUT: Final = tuple(
@@ -364,10 +431,16 @@ class LastWords(NamedTuple):
     text: str
     line: int
     """Position among the lines given."""
+    confidence: float = 0.4
+    is_asleep: bool = False
 
 
-def last_words(lines: Sequence[str]) -> LastWords | None:
-    """What the end of a log is about, if it ends with an error."""
+def last_words(lines: Sequence[str], tiers: int = 3, known: Collection[str] = ()) -> LastWords | None:
+    """What the end of a log complains of.
+
+    `tiers`: 1: only names of errors with a fixed meaning count; 2: words of a line that calls itself an error, too.
+    `known`: lines that others have read.
+    """
     last = [index for index, line in enumerate(lines) if line.strip()][-LAST_LINES:]
     unresolved = [index for index in last if _UNRESOLVED.search(lines[index])]
     if len(unresolved) > 1 and unresolved[-1] == last[-1]:
@@ -376,18 +449,39 @@ def last_words(lines: Sequence[str]) -> LastWords | None:
     tries_again = bool(tried) and _TRIES_AGAIN.search(lines[last[-1]]) is not None
     if tries_again and not (_tries_left(lines[last[-1]]) and all(_ANSWERS_LATE.search(lines[one]) for one in tried)):
         return LastWords(FailureClass.DNS_OR_CONNECT, split_prefix(lines[tried[-1]])[1].strip(), tried[-1])
-    for index in last:
-        text = split_prefix(lines[index])[1].strip()
-        if (
-            _MARK.search(text[:300]) is None
-            or _HARMLESS.search(text)
-            or rules.is_mere_warning(text.encode(errors="replace"))
-        ):
-            continue
-        about = next((failure_class for failure_class, words in _ABOUT if words.search(text)), None)
-        if about is not None:
-            return LastWords(about, text, index)
-    return None
+    said = [split_prefix(line)[1].strip() for line in lines]
+    ignored = [index for index, line in enumerate(lines) if _IGNORED.search(line)]
+    new = (
+        index
+        for index, text in enumerate(said)
+        if text not in known and not any(0 <= index - one < FINALIZER_LINES for one in ignored)
+    )
+    told = ((one[0], index, one[1]) for index in new if (one := _complaint(said[index], index in last)) is not None)
+    tier, index, reading = min(told, default=(tiers, 0, None))
+    if reading is None or tier >= tiers:
+        return None
+    return LastWords(reading.failure_class, said[index], index, reading.confidence)
+
+
+def _complaint(text: str, is_last: bool) -> tuple[int, complaints.Complaint] | None:
+    """What a line complains of, and how telling that is: a name (0), words of an error (1), other words (2)."""
+    text = text[:MAX_WORDS]
+    gives_up = _GIVES_UP.search(text) is not None
+    if not text or (rules.is_mere_warning(text.encode(errors="replace")) and not gives_up):
+        return None
+    found = complaints.readings(text)
+    marked = _MARK.search(text[:300]) is not None or _LEVEL.search(text) is not None
+    named = found[0] if found and found[0].by_name and (gives_up or _DEALT_WITH.search(text) is None) else None
+    if named is not None and (named.failure_class not in _OPTIONAL or (marked and is_last)):
+        return 0, named
+    of_words = next((one for one in found if not one.by_name), None)
+    if of_words is None or (_HARMLESS.search(text) is not None and not gives_up):
+        return None
+    by_words = of_words.confidence >= complaints.BY_WORDS
+    if marked:
+        return (1, of_words) if by_words or is_last else None
+    sounds = gives_up or ((_DOUBT.search(text) or _STOPPED.search(text)) and not _NO_DOUBT.search(_LACKS.sub("", text)))
+    return (2, of_words) if sounds and is_last and by_words and of_words.failure_class not in _OPTIONAL else None
 
 
 def _tries_left(line: str) -> int:
@@ -406,12 +500,14 @@ def last_exception(lines: Sequence[str], among: int = 1) -> LastWords | None:
     for index in reversed(last):
         text = split_prefix(lines[index])[1].strip()
         match = _EXCEPTION_LINE.match(text)
-        if match is None or _CAUGHT.search(match[2]) is not None:
+        name, message = (match[1] or match[3], match[2] or match[4] or "") if match is not None else ("", "")
+        if not name or _CAUGHT.search(message) is not None:
             continue
         if any(_IGNORED.search(line) for line in lines[max(0, index - FINALIZER_LINES) : index]):
             return None
-        reading = read(Traceback(exception=match[1], message=match[2]))
-        return None if reading.is_cascade else LastWords(reading.failure_class, text, index)
+        reading = read(Traceback(exception=name, message=message))
+        sure = min(reading.confidence, complaints.BY_NAME)
+        return None if reading.is_cascade else LastWords(reading.failure_class, text, index, sure)
     return None
 
 
@@ -421,4 +517,4 @@ def last_sleeper(lines: Sequence[str]) -> LastWords | None:
     if start is None or not any(_SLEEPER.search(line) for line in lines[start : start + 2 * LAST_LINES]):
         return None
     head = next((index for index in range(start, max(start - LAST_LINES, -1), -1) if " state:D" in lines[index]), start)
-    return LastWords(FailureClass.KERNEL_FAULT, lines[head].strip(), head)
+    return LastWords(FailureClass.KERNEL_FAULT, lines[head].strip(), head, is_asleep=True)

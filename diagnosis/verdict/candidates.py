@@ -31,9 +31,10 @@ from diagnosis.kernel.causes import is_of_training
 from diagnosis.signals import Evidence, ExitRecord, Finding, RankStack, rank_names
 from diagnosis.stacks import Activity, StackGroup, activity, bare, group, is_native, place, tells_of
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
+from diagnosis.tracebacks import split_prefix
 from diagnosis.verdict import calls
 from diagnosis.verdict.accounts import OUTRANKS, Account, Accounts
-from diagnosis.verdict.log_accounts import lines_after, shows_life
+from diagnosis.verdict.log_accounts import last_counted, last_training, lines_after, shows_life
 from diagnosis.verdict.weights import Row, current, first_factor
 
 ENDING_S: Final = 5.0
@@ -630,7 +631,7 @@ WORDS_BEFORE: Final = 3
 def explained(candidates: list[Candidate], evidence: LogEvidence) -> list[Candidate]:
     """The readings (the best first) with what the ends of the logs add; empty if nothing shows a failure."""
     if candidates and all(one.failure_class is FailureClass.WORKER_CRASH for one in candidates):
-        return candidates + _of_words_before(evidence, candidates[0])
+        return candidates + (_of_words_before(evidence, candidates[0]) or _of_names_before(evidence, candidates[0]))
     return (
         candidates
         or calls.of_lines(evidence)
@@ -662,6 +663,27 @@ def _of_words_before(evidence: LogEvidence, end: Candidate) -> list[Candidate]:
     return found
 
 
+def _of_names_before(evidence: LogEvidence, end: Candidate) -> list[Candidate]:
+    """A name of an error with a fixed meaning, where nothing else tells why a process ended."""
+    for log in evidence.logs:
+        words = None if log.kind == "kernel" else exceptions.last_words(log.tail[_ahead(log) :], 1, _known(log))
+        if words is not None and words.failure_class is not FailureClass.PREEMPTED_OR_CANCELLED:
+            number = log.lines - len(log.tail) + 1 + words.line + _ahead(log)
+            return [
+                Candidate(
+                    failure_class=words.failure_class,
+                    confidence=words.confidence,
+                    why=f"beside the end somebody wrote: {words.text[:180]}",
+                    culprits=end.culprits,
+                    evidence=(
+                        Evidence(text=words.text, source=log.source, line=number, node=log.node, rank=log.rank),
+                        *end.evidence[:1],
+                    ),
+                )
+            ]
+    return []
+
+
 def _stacks_at_the_end(evidence: LogEvidence) -> list[RankStack]:
     """Stacks at the end of logs that show no progress."""
     ends = ("\n".join(log.tail).encode() for log in evidence.logs if log.progress_line is None)
@@ -685,11 +707,11 @@ def _of_last_words(evidence: LogEvidence) -> list[Candidate]:
         if log.kind != "kernel" and shows_life(lines_after(log, number)):
             continue
         line = Evidence(text=words.text, source=log.source, line=number, node=log.node, rank=log.rank)
-        how = "a task sleeps and cannot be woken" if log.kind == "kernel" else "the log ends with an error"
+        how = "a task sleeps and cannot be woken" if words.is_asleep else "the log complains"
         found.append(
             Candidate(
                 failure_class=words.failure_class,
-                confidence=exceptions.LAST_WORDS_CONFIDENCE,
+                confidence=words.confidence,
                 why=f"{how}: {words.text[:180]}",
                 evidence=(line,),
             )
@@ -698,11 +720,32 @@ def _of_last_words(evidence: LogEvidence) -> list[Candidate]:
 
 
 def _last_words(log: LogSummary) -> exceptions.LastWords | None:
-    if log.kind == "kernel":
-        return exceptions.last_sleeper(log.tail)
-    return exceptions.last_exception(log.tail) or (
-        exceptions.last_words(log.tail) if log.progress_line is None else None
-    )
+    words = exceptions.last_sleeper(log.tail) if log.kind == "kernel" else exceptions.last_exception(log.tail)
+    if words is None:
+        words = exceptions.last_words(log.tail[_ahead(log) :], 3 if log.kind == "output" else 2, _known(log))
+        return words if words is None else words._replace(line=words.line + _ahead(log))
+    return words
+
+
+def _known(log: LogSummary) -> frozenset[str]:
+    """Lines of which a rule, a traceback or the kernel's table says what they are worth."""
+    lines = {line for one in log.matches for line in (one.line, one.last_line)} | {one.line for one in log.events}
+    first = log.lines - len(log.tail) + 1
+    read = (split_prefix(text)[1].strip() for at, text in enumerate(log.tail) if first + at in lines)
+    return frozenset([*read, *(one.traceback.line.strip() for one in log.tracebacks)])
+
+
+def _ahead(log: LogSummary) -> int:
+    """So many lines of the tail come before the last sign of progress, or are it."""
+    return max(0, (last_progress(log) or 0) - log.lines + len(log.tail))
+
+
+def last_progress(log: LogSummary) -> int | None:
+    """The last line that shows work that goes on; lines before the tail count only where steps were read."""
+    first = log.lines - len(log.tail) + 1
+    seen = (last_training(log.tail), last_counted(log.tail))
+    lines = [log.progress_line, *(None if at is None else first + at for at in seen)]
+    return max((line for line in lines if line is not None), default=None)
 
 
 # ----- whom the others wait for, by the stacks of all ranks -----

@@ -41,8 +41,8 @@ from diagnosis.verdict.candidates import (
     from_logs,
     from_nodes,
     is_at_work,
+    last_progress,
 )
-from diagnosis.verdict.log_accounts import last_counted, last_training
 from diagnosis.verdict.weights import current
 
 MAX_APART: Final = 2
@@ -128,7 +128,7 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
         return verdict([nothing("no line of text was given")], (), ())
     lines = sum(log.lines for log in read)
     finished = any(log.finished_line is not None for log in read)
-    goes_on = any(_last_progress(log) is not None for log in read)
+    goes_on = any(last_progress(log) is not None for log in read)
     steps = {log.step for log in read if log.rank is not None and log.step is not None}
     apart = not finished and bool(steps) and max(steps) - min(steps) > MAX_APART
     doubts = () if finished else (_doubt(log) for log in read)
@@ -163,18 +163,10 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
     return verdict([healthy, *described.survived], (), (finding.evidence for finding in described.shown), hints)
 
 
-def _last_progress(log: LogSummary) -> int | None:
-    """The last line that shows work that goes on; lines before the tail count only where steps were read."""
-    first = log.lines - len(log.tail) + 1
-    seen = (last_training(log.tail), last_counted(log.tail))
-    lines = [log.progress_line, *(None if at is None else first + at for at in seen)]
-    return max((line for line in lines if line is not None), default=None)
-
-
 def _doubt(log: LogSummary) -> Evidence | None:
     """A line that sounds of trouble at the end of a log, after the last sign of progress."""
     first = log.lines - len(log.tail) + 1
-    skipped = max(0, (_last_progress(log) or 0) + 1 - first)
+    skipped = max(0, (last_progress(log) or 0) + 1 - first)
     # What the kernel only warns of is known, and no doubt.
     known = {event.line for event in log.events}
     found = exceptions.trouble(["" if first + at in known else text for at, text in enumerate(log.tail)][skipped:])

@@ -1,4 +1,5 @@
-"""Short documents of many kinds: reports of devices, nodes and pods, logs of other stacks; some show no trouble."""
+"""Short documents of many kinds: reports of devices, nodes and pods, logs of other stacks; complaints that no rule knows;
+some show no trouble."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def reports(name: str = "short_reports.txt") -> list[object]:
     return found
 
 
-@pytest.mark.parametrize(("accepted", "log"), reports())
+@pytest.mark.parametrize(("accepted", "log"), [*reports(), *reports("short_complaints.txt")])
 def test_a_reader_on_call_would_say_the_same(accepted: list[str], log: str) -> None:
     verdict = diagnose.answer([diagnose.read(io.BytesIO(log.encode()), "given.txt")])["verdict"]
     assert verdict["failure_class"] in accepted, verdict["why"]
