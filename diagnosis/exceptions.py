@@ -20,7 +20,7 @@ from diagnosis.rules import RuleMatch
 from diagnosis.signals import Frame, Frozen
 from diagnosis.stacks import is_library
 from diagnosis.tables import load
-from diagnosis.taxonomy import FailureClass
+from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.tracebacks import CUT_OFF, FATAL, Traceback, split_prefix
 
 _PLACES: Final = {
@@ -127,14 +127,13 @@ _DECISIONS: Final = {
     for name in table["names"]
 }
 """Types whose meaning depends on the message and on the code they came through; `*`: all that nobody knows."""
-_NOT_RAISED: Final = (C.PREEMPTED_OR_CANCELLED, C.NODE_FAILURE)
-"""No exception of a rank is proof of these."""
+_NOT_RAISED: Final = (C.PREEMPTED_OR_CANCELLED, *(one for one, entry in TAXONOMY.items() if entry.retry == "exclude"))
+"""Words of an exception are no proof of these: nothing is cordoned because a program says so."""
 _NO_ARGUMENTS: Final = (
     C.CHECKPOINT_CORRUPT_OR_MISMATCH,
     C.STORAGE_ERROR,
     C.RENDEZVOUS_STORE,
     C.NCCL_NETWORK,
-    C.NVLINK_ERROR,
 )
 """What a message is about that is no argument, whatever words of arguments it has."""
 _PLAIN_BUGS: Final = frozenset(_TABLE["types"]["plain_bugs"])
@@ -249,7 +248,7 @@ def _classify(exception: str, message: str, where: Where) -> Guess:
         return _plain_bug(message)
     text = f"{_HUMPS.sub(' ', _KIND.sub('', name))}: {message}"
     named = complaints.named(f"{exception}: {message}")
-    if named not in (None, *_NOT_RAISED):
+    if named is not None and (named is C.GPU_DRIVER or named not in _NOT_RAISED):
         return named, NAMED_CONFIDENCE
     if name in _DECISIONS:
         return _by_words(_decide(_DECISIONS[name], message, where), text)
@@ -266,7 +265,8 @@ def _classify(exception: str, message: str, where: Where) -> Guess:
 
 def _by_words(guess: Guess, text: str, vague: float = VAGUE) -> Guess:
     """Where the type and the place say next to nothing: what the message complains of."""
-    told = next((one for one in complaints.readings(text) if one.confidence >= complaints.BY_WORDS), None)
+    found = (one for one in complaints.readings(text) if one.confidence >= complaints.BY_WORDS)
+    told = next((one for one in found if one.failure_class not in _NOT_RAISED), None)
     config = guess[0] is C.CONFIG_OR_ARGUMENT_ERROR and guess[1] <= SOMETHING_IS_WRONG
     if told is None or not (guess[1] <= vague or (config and told.failure_class in _NO_ARGUMENTS)):
         return guess

@@ -10,6 +10,7 @@ from diagnosis import complaints, exceptions
 from diagnosis.incident import LogEvidence, LogSummary, of_logs
 from diagnosis.tables import load
 from diagnosis.taxonomy import FailureClass
+from diagnosis.tracebacks import Traceback
 from diagnosis.verdict import triage
 
 TABLE = load("diagnosis", "complaints.toml")
@@ -92,3 +93,9 @@ def test_exceptions_of_libraries(line, failure_class):
 def test_numbers_of_any_length_are_no_trouble():
     lines = [f"sum {'1' * (17 + place)} of {place}" for place in range(9)]
     assert concluded(*lines) == "unknown"
+
+
+@pytest.mark.parametrize("said", ["the GPU is lost", "DIMM A2 failed", "NVLink 3 is down", "node n3 is unreachable"])
+def test_no_node_is_cordoned_because_an_exception_says_so(said):
+    found = exceptions.read(Traceback(exception="mylib.OddError", message=said))
+    assert triage.action_for(found.failure_class) not in ("cordon_node_and_restart", "cordon_gpu_and_restart")
