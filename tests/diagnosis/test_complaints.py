@@ -95,7 +95,7 @@ def test_numbers_of_any_length_are_no_trouble():
     assert concluded(*lines) == "unknown"
 
 
-@pytest.mark.parametrize("said", ["the GPU is lost", "DIMM A2 failed", "NVLink 3 is down", "node n3 is unreachable"])
+@pytest.mark.parametrize("said", ["a GPU of the fabric is lost", "DIMM A2 failed", "NVLink 3 is down", "node n3 is unreachable"])
 def test_no_node_is_cordoned_because_an_exception_says_so(said):
     found = exceptions.read(Traceback(exception="mylib.OddError", message=said))
     assert triage.action_for(found.failure_class) not in ("cordon_node_and_restart", "cordon_gpu_and_restart")
