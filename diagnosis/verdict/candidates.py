@@ -24,6 +24,7 @@ from diagnosis.incident import (
     HangReport,
     Incident,
     LogEvidence,
+    LogKind,
     LogSummary,
     Slowdown,
 )
@@ -624,13 +625,18 @@ def from_curves(slow: Sequence[Slowdown], anomalies: Sequence[Anomaly], accounts
     return found
 
 
+NEXT_TO_NOTHING: Final = 0.3
+"""A traceback without its exception is so sure."""
 WORDS_BEFORE: Final = 3
 """Lines before the report of an end in which the exception may stand."""
 
 
 def explained(candidates: list[Candidate], evidence: LogEvidence) -> list[Candidate]:
     """The readings (the best first) with what the ends of the logs add; empty if nothing shows a failure."""
-    if candidates and all(one.failure_class is FailureClass.WORKER_CRASH for one in candidates):
+    if candidates and (
+        candidates[0].confidence <= NEXT_TO_NOTHING
+        or all(one.failure_class is FailureClass.WORKER_CRASH for one in candidates)
+    ):
         return candidates + (_of_words_before(evidence, candidates[0]) or _of_names_before(evidence, candidates[0]))
     return (
         candidates
@@ -722,7 +728,7 @@ def _of_last_words(evidence: LogEvidence) -> list[Candidate]:
 def _last_words(log: LogSummary) -> exceptions.LastWords | None:
     words = exceptions.last_sleeper(log.tail) if log.kind == "kernel" else exceptions.last_exception(log.tail)
     if words is None:
-        words = exceptions.last_words(log.tail[_ahead(log) :], 3 if log.kind == "output" else 2, _known(log))
+        words = exceptions.last_words(log.tail[_ahead(log) :], _TIERS[log.kind], _known(log))
         return words if words is None else words._replace(line=words.line + _ahead(log))
     return words
 
@@ -733,6 +739,10 @@ def _known(log: LogSummary) -> frozenset[str]:
     first = log.lines - len(log.tail) + 1
     read = (split_prefix(text)[1].strip() for at, text in enumerate(log.tail) if first + at in lines)
     return frozenset([*read, *(one.traceback.line.strip() for one in log.tracebacks)])
+
+
+_TIERS: Final[dict[LogKind, int]] = {"output": 3, "scheduler": 2, "mixed": 2, "kernel": 1}
+"""The tables of the kernel and of schedulers know more: there fewer words count."""
 
 
 def _ahead(log: LogSummary) -> int:

@@ -1060,6 +1060,12 @@ def _by_end(failure: LauncherFailure, source: str, record: ExitRecord, explained
             confidence=current().confidence["launcher_names_memory"],
             summary="was killed for its memory",
         )
+    if account.ended_by("SIGINT"):
+        account = msgspec.structs.replace(
+            account,
+            failure_class=FailureClass.PREEMPTED_OR_CANCELLED,
+            confidence=current().confidence["all_terminated"],
+        )
     follows = record.by_itself and explained
     return msgspec.structs.replace(
         account,

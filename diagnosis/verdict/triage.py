@@ -54,7 +54,7 @@ _GOOD: Final = re.compile(
     re.IGNORECASE,
 )
 """Lines of reports and starts in which all is well, and torch's notice at a regular exit."""
-_REPORTS: Final = re.compile(r"\bNVIDIA-SMI\b|\balgbw +busbw\b|\bROCm System Management\b")
+_REPORTS: Final = re.compile(r"\b(?:NVIDIA-SMI|HL-SMI|npu-smi|xpu-smi)\b|\balgbw +busbw\b|\bROCm System Management\b")
 _STATES: Final = {name: re.compile("|".join(rows)) for name, rows in load("diagnosis", "states.toml").items()}
 _ENDS: Final = {
     "finished": ": the work was completed",

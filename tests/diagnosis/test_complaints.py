@@ -95,7 +95,14 @@ def test_numbers_of_any_length_are_no_trouble():
     assert concluded(*lines) == "unknown"
 
 
-@pytest.mark.parametrize("said", ["a GPU of the fabric is lost", "DIMM A2 failed", "NVLink 3 is down", "node n3 is unreachable"])
+@pytest.mark.parametrize(
+    "said", ["a GPU of the fabric is lost", "DIMM A2 failed", "NVLink 3 is down", "node n3 is unreachable"]
+)
 def test_no_node_is_cordoned_because_an_exception_says_so(said):
     found = exceptions.read(Traceback(exception="mylib.OddError", message=said))
     assert triage.action_for(found.failure_class) not in ("cordon_node_and_restart", "cordon_gpu_and_restart")
+
+
+def test_of_the_kernel_only_names_count():
+    assert concluded("[    1.23] ACPI Error: a task died, the link is lost", kind="kernel") == "unknown"
+    assert concluded("[    1.23] foo 0000:83:00.0: device lost from bus", kind="kernel") == "gpu_fallen_off_bus"

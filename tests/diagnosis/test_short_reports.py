@@ -1,5 +1,4 @@
-"""Short documents of many kinds: reports of devices, nodes and pods, logs of other stacks; complaints that no rule knows;
-some show no trouble."""
+"""Short documents: reports of devices, nodes and pods, logs of other stacks; complaints; some show no trouble."""
 
 from __future__ import annotations
 
