@@ -167,7 +167,11 @@ def test_without_a_step_it_is_not_tried_again(pair: Any) -> None:
     driver.tell(m.WorkersStarted, node="a", attempt=driver.number, ranks=(0, 1))
     driver.tell(m.WorkersStarted, node="b", attempt=driver.number, ranks=(2,))
     driver.verdict = Verdict(
-        failure_class=FailureClass.SCRIPT_ERROR, culprits=(), confidence=0.9, why="batch % world", action="stop"
+        failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR,
+        culprits=(),
+        confidence=0.9,
+        why="global batch",
+        action="stop",
     )
     driver.crash("b", 2)
     assert driver.job.incidents.log.newest.plan.kind == "restart"
@@ -177,6 +181,20 @@ def test_without_a_step_it_is_not_tried_again(pair: Any) -> None:
     driver.order("uncordon", "b")
     assert driver.told["b"].role == "member"
     assert driver.told["b"].gpus == ()
+    driver.order("cordon", f"b/{UUIDS[0]}")
+    assert driver.told["b"].gpus == UUIDS[1:]  # that the node was given back counts for this, too
+
+
+def test_uncordoned_before_it_starts_it_waits_for_the_launcher_of_all(pair: Any) -> None:
+    driver = pair()
+    driver.crash("b", 3)
+    offer(driver, "a", 2)
+    offer(driver, "b", 1)
+    driver.order("uncordon", "b")
+    assert driver.state == "STARTING"
+    assert driver.job.attempt.round is None
+    offer(driver, "b", 2, port=3)
+    assert driver.job.attempt.world_size == 4
 
 
 def test_a_node_that_is_blamed_again_is_left_out(pair: Any) -> None:
