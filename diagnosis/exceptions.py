@@ -506,6 +506,8 @@ def last_exception(lines: Sequence[str], among: int = 1) -> LastWords | None:
         if any(_IGNORED.search(line) for line in lines[max(0, index - FINALIZER_LINES) : index]):
             return None
         reading = read(Traceback(exception=name, message=message))
+        if match is not None and match[3] is not None and reading.failure_class is C.SCRIPT_ERROR:
+            continue  # a name with dots and a capital may be anything
         sure = min(reading.confidence, complaints.BY_NAME)
         return None if reading.is_cascade else LastWords(reading.failure_class, text, index, sure)
     return None

@@ -83,7 +83,7 @@ def test_a_name_tells_why_a_process_ended_that_nothing_else_explains():
         ("fsspec.exceptions.OddOne: nothing", "storage_error"),
         ("gin.config.UnknownThing: of that", "config_or_argument_error"),
         ("mylib.errors.ConnectionLost: the server is gone", "dns_or_connect"),
-        ("mylib.errors.OddOne: the flux is out of phase", "script_error"),
+        ("mylib.errors.OddError: the flux is out of phase", "script_error"),
     ],
 )
 def test_exceptions_of_libraries(line, failure_class):
@@ -106,3 +106,11 @@ def test_no_node_is_cordoned_because_an_exception_says_so(said):
 def test_of_the_kernel_only_names_count():
     assert concluded("[    1.23] ACPI Error: a task died, the link is lost", kind="kernel") == "unknown"
     assert concluded("[    1.23] foo 0000:83:00.0: device lost from bus", kind="kernel") == "gpu_fallen_off_bus"
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.nn.Linear: 12 layers", "mypkg.models.Decoder", "mylib.errors.OddOne: the flux"]
+)
+def test_a_name_with_a_capital_is_no_exception_unless_its_library_is_known(line):
+    assert exceptions.last_exception([line]) is None
+    assert concluded("building", line) == "unknown"
