@@ -45,6 +45,7 @@ def _lacking(config: pytest.Config) -> dict[str, str]:
             "apt-get install prometheus prometheus-alertmanager",
         ),
         "slurm": (as_root and with_slurm, "apt-get install slurm-wlm munge iproute2, and run it as root"),
+        "systemd": (shutil.which("systemd-analyze") is not None, "apt-get install systemd"),
         "e2e": (importlib.util.find_spec("torch"), "install torch (make does)"),
         "slow": (config.getoption("--slow"), "make test ARGS=--slow"),
     }

@@ -76,7 +76,7 @@ def test_it_can_be_closed(tmp_path: Path, rig: Any) -> None:
         link = Link(address_reader(tmp_path), token_reader(tmp_path), hello)
         task = asyncio.create_task(link.run(lambda _: None))
         await rig.until(lambda: link.connected)
-        assert await status(f"{address}/metrics") == 401
+        assert await status(f"{address}/metrics") == 404
         with pytest.raises(CommandDenied) as denied:
             await asyncio.to_thread(client.get, "/metrics")
         assert denied.value.status == 404
