@@ -477,11 +477,35 @@ def describe(incident: Incident) -> Accounts:
     places = {one.node for one in accounts if one.failed and not one.is_cascade} | set(incident.lost_nodes)
     if incident.hang is not None:
         places |= {incident.rank_nodes.get(rank, "") for rank in incident.hang.ranks}
+    numbers = [one for one in shown if _is_of_numbers(one)]
+    aside = numbers if not _may_end_by_numbers(incident, accounts) else ()
     return Accounts(
         accounts=tuple(accounts),
-        findings=tuple(one for one in shown if incident.trigger == "signal" or not _is_of_own_output(one)),
+        findings=tuple(
+            one for one in shown if one not in aside and (incident.trigger == "signal" or not _is_of_own_output(one))
+        ),
         shown=tuple(shown),
         places=frozenset(places - {""}),
+        hints={one.failure_class: current().verdict["clue"] for one in aside},
+    )
+
+
+def _is_of_numbers(finding: Finding) -> bool:
+    """An alarm about the loss of the whole job."""
+    return finding.failure_class is FailureClass.LOSS_SPIKE_OR_NAN and finding.scope == "job" and finding.rank is None
+
+
+def _may_end_by_numbers(incident: Incident, ended: Iterable[Account]) -> bool:
+    """Whether an alarm about the loss can be why. No signal, hang or lost node comes from wrong numbers; a script
+    that stops because of them ends by itself, and what it says then counts more than the alarm."""
+    if incident.trigger in ("signal", "loss"):
+        return True
+    first = [one for one in ended if one.failed and not one.is_cascade]
+    said = (FailureClass.WORKER_CRASH, FailureClass.LOSS_SPIKE_OR_NAN)
+    return (
+        incident.trigger == "exit"
+        and bool(first)
+        and all(one.exit is not None and one.exit.by_itself and one.failure_class in said for one in first)
     )
 
 

@@ -41,6 +41,7 @@ STEPS_ON = 2
 NUMBERS_REPORTED = 8
 """At most so many incidents in one attempt about a loss that is NaN again and again."""
 TEXT_LIMIT = 200
+_NUMBERS: Final = "bad_numbers"
 
 
 class Degraded:
@@ -84,7 +85,7 @@ class Degraded:
         who = f"{rank_names(event.ranks)} print" + ("s" if len(event.ranks) == 1 else "")
         since = "" if event.step is None else f" from step {event.step} on"
         finding = Finding(
-            rule="bad_numbers",
+            rule=_NUMBERS,
             failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
             confidence=0.9,
             scope="job",
@@ -120,6 +121,7 @@ class Degraded:
     def _numbers_good(self, step: int | None) -> Wants:
         """NaN weights never give a number again, so checkpoints from now on are as good as before."""
         self._bad_from, self._is_bad = None, False
+        self._incidents.log.forget_findings(_NUMBERS)
         self._attempts.checkpoints.trust_again("numbers")
         record = self._incidents.degraded_by("signal")
         if record is not None:

@@ -444,6 +444,12 @@ class IncidentLog:
     def add_finding(self, finding: Finding) -> None:
         self._findings.append(finding)
 
+    def forget_findings(self, rule: str) -> None:
+        """What they told is over: it explains no later failure."""
+        kept = [one for one in self._findings if one.rule != rule]
+        self._findings.clear()
+        self._findings.extend(kept)
+
     def findings_near(self, at: float, attempt: int) -> tuple[Finding, ...]:
         """Findings of the attribution window around `at`; not what the ranks of other attempts wrote."""
         return tuple(

@@ -32,6 +32,7 @@ CORRUPTION_UNSEEN_S: Final = 1800.0
 ALARMS_REPORTED: Final = 8
 """At most so many incidents in one attempt about a loss that goes wrong and comes back again and again."""
 SURE: Final = 0.9
+RULE: Final = "loss_guard"
 _IN_WORDS: Final = {"nan": "is NaN or infinite", "spike": "has leapt", "divergence": "diverges"}
 _VERDICT: Final = {
     "nan": "a loss that stays NaN or infinite",
@@ -167,7 +168,7 @@ class LossGuard:
         since = "" if alarm.step is None else f" since step {alarm.step}"
         level = f" from {alarm.usual:.4g} to {alarm.level:.4g}" if alarm.kind != "nan" else ""
         return Finding(
-            rule="loss_guard",
+            rule=RULE,
             failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
             confidence=SURE,
             scope="job",
@@ -245,6 +246,7 @@ class LossGuard:
     def _is_well_again(self, event: m.LossSeen) -> Wants:
         """The loss came back by itself."""
         self._decided, self._planned = (0, ""), None
+        self._incidents.log.forget_findings(RULE)
         told, self._told, self._let_go_on = self._told, False, 0
         self._trust_again()
         at = "" if event.step is None else f" (step {event.step})"

@@ -11,7 +11,16 @@ from diagnosis import rules
 from diagnosis.incident import HangReport, Incident
 from diagnosis.kernel.causes import finding_of
 from diagnosis.kernel.log import KernelReader
-from diagnosis.signals import CollectiveEntry, ExitRecord, NodeEvidence, RankFlight, RankOutput, Signal
+from diagnosis.signals import (
+    CollectiveEntry,
+    Evidence,
+    ExitRecord,
+    Finding,
+    NodeEvidence,
+    RankFlight,
+    RankOutput,
+    Signal,
+)
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import triage
 from recovery.policy import SURE_ENOUGH
@@ -313,3 +322,39 @@ def test_an_exit_code_without_a_word_is_recognized_when_it_comes_again() -> None
     assert fingerprint(3) == fingerprint(3) != fingerprint(4)
     assert fingerprint(3)
     assert not fingerprint(1, ("torch.OutOfMemoryError: CUDA out of memory.",))
+
+
+def spiked(at=95.0):
+    text = "the loss of ranks 0, 1 has leapt from 2.1 to 9.4 since step 400"
+    return Finding(
+        rule="loss_guard",
+        failure_class=FailureClass.LOSS_SPIKE_OR_NAN,
+        confidence=0.9,
+        scope="job",
+        severity="error",
+        evidence=Evidence(text=text, source="output"),
+        at=at,
+    )
+
+
+BUG = (raised(1, "KeyError: 'labels'"),)
+HANG = HangReport(kind="silent", ranks=(), quiet_s=780.0, limit_s=600.0, phase="", why="no progress for 780 s")
+
+
+@pytest.mark.parametrize(
+    ("exits", "more", "is_why"),
+    [
+        ((ended(1, signal=9),), {}, False),
+        ((ended(1, signal=11),), {}, False),
+        ((ended(1, code=1),), {"outputs": BUG}, False),
+        ((), {"trigger": "hang", "hang": HANG}, False),
+        ((), {"trigger": "node_lost", "lost_nodes": ("n1",)}, False),
+        ((ended(1, code=1),), {}, True),
+        ((), {"trigger": "signal"}, True),
+    ],
+    ids=["killed", "crashed", "raised", "hangs", "node lost", "no word", "nothing ended"],
+)
+def test_an_alarm_about_the_loss_explains_only_what_nothing_else_does(exits, more, is_why):
+    found = conclude(*exits, findings=[spiked()], **more)
+    assert (found.failure_class is FailureClass.LOSS_SPIKE_OR_NAN) is is_why
+    assert any("leapt" in one.text for one in found.evidence), "it is shown all the same"

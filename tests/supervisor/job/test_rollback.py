@@ -360,3 +360,21 @@ def test_a_replay_comes_to_the_same(job: Any) -> None:
     assert again.view() == job.job.view()
     assert again.attempts.current.prepare == tuple(prepared(job))
     assert any(isinstance(one, SetAside) for one in prepared(job))
+
+
+def test_an_alarm_about_the_loss_that_is_over_explains_no_later_failure(make_driver: Any) -> None:
+    driver = make_driver(loss_guard="recommend")
+    driver.join("a")
+    driver.up(step=1)
+    driver.tell(m.Progressed, after=450.0, attempt=1, step=450)
+
+    def known() -> list[str]:
+        return [one.rule for one in driver.job.incidents.log.findings_near(driver.now, 1)]
+
+    alarm(driver, 440)
+    driver.tell(m.NumbersSeen, attempt=1, bad=True, step=450, ranks=(0,))
+    assert sorted(known()) == ["bad_numbers", "loss_guard"]
+    driver.tell(m.LossSeen, after=20.0, attempt=1, alarm=None, ranks=(0,), step=460)
+    assert known() == ["bad_numbers"]
+    driver.tell(m.NumbersSeen, attempt=1, bad=False, step=470)
+    assert known() == []
