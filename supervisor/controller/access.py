@@ -27,6 +27,7 @@ from supervisor.wire.access import (
     Role,
     derived_token,
     is_token_id,
+    job_mark,
     munged_key,
     read_access_token,
 )
@@ -149,25 +150,27 @@ class GrantReader:
     def __init__(self, job_dir: Path) -> None:
         self._job_dir = job_dir
         self._known: tuple[float, dict[str, Grant]] = (float("-inf"), {})
-        self._reading: asyncio.Task[dict[str, Grant]] | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def now(self) -> dict[str, Grant]:
         """Raises AccessRefused."""
-        begun = time.monotonic()
-        if begun - self._known[0] <= FRESH_S:
-            return self._known[1]
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(asyncio.to_thread(read_grants, self._job_dir))
+        asked = time.monotonic()
         try:
             async with timeout(READ_S):
-                found = await asyncio.shield(self._reading)
+                while asked - self._known[0] > FRESH_S:  # one that others wait for may have begun too long ago
+                    if self._reading is None or self._reading.done():
+                        self._reading = asyncio.create_task(self._read())
+                    await asyncio.shield(self._reading)
         except asyncio.TimeoutError:
             raise AccessRefused(403, "the job folder does not answer: only the job's own token counts") from None
         except OSError as error:
             why = f"the grants of this job cannot be used: {error.strerror or error}: only the job's own token counts"
             raise AccessRefused(403, why) from None
-        self._known = begun, found
-        return found
+        return self._known[1]
+
+    async def _read(self) -> None:
+        begun = time.monotonic()
+        self._known = begun, await asyncio.to_thread(read_grants, self._job_dir)
 
 
 # ----- who is let in -----
@@ -178,7 +181,7 @@ class Access:
 
     def __init__(self, token: str, epoch: int, job_dir: Path) -> None:
         self.authenticator = Authenticator(token, epoch)
-        self._token = token
+        self._token, self._job = token, job_mark(token)
         self._grants = GrantReader(job_dir)
         self._munged: dict[str, tuple[SharedSecret, HeldRights, float]] = {}
         """The controller's nonce -> what was proven with its challenge, and until when that is kept."""
@@ -236,9 +239,11 @@ class Access:
             found = await asyncio.to_thread(munge_decoded, credential, MUNGE_S)
         finally:
             self._decoding -= 1
-        key = munged_key(found[1], client) if found is not None else ""
+        key = munged_key(found[1], self._job, client) if found is not None else ""
         if found is None or not key:
-            raise AccessRefused(403, "munge does not vouch for this credential: it is old, used or for somebody else")
+            raise AccessRefused(
+                403, "munge does not vouch for this credential: it is old, used, or for another user or job"
+            )
         role = await self._role_of(found[0])
         return SharedSecret(key), HeldRights(role, f"{role} by munge", found[0])
 

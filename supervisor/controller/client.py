@@ -187,6 +187,8 @@ class ControllerClient:
         self._token = read_access_token(token)
         self._owner: int | None = None
         """Whose controller it is, where this user is to be proven by munge and has no token."""
+        self._job = ""
+        """The mark of the job that munge is to vouch for."""
         self._tls_ca = tls_ca
         self._process = process
         self._unix_socket = unix_socket
@@ -215,7 +217,7 @@ class ControllerClient:
         address, host = str(found["address"]), str(found.get("host", ""))
         alone = is_loopback(address.partition("://")[2].rpartition(":")[0])
         client = cls(address, token, tls_ca, process, path if usable else "")
-        client._owner = owner
+        client._owner, client._job = owner, str(found.get("job", ""))
         client._only_on = host if alone and host != socket.gethostname() else ""
         return client
 
@@ -354,7 +356,7 @@ class ControllerClient:
         if self._owner is None:
             return {}
         key = secrets.token_hex(32)
-        credential = munge_credential(munge_payload(nonce, key), reader=self._owner)
+        credential = munge_credential(munge_payload(self._job, nonce, key), reader=self._owner)
         if not credential:
             raise ControllerUnusable("the job's token is not for this user to read, and munge does not answer here")
         self._secret = SharedSecret(key)

@@ -37,6 +37,7 @@ from supervisor.logs import configure
 from supervisor.messages import JobRequeued, JobSpec, JournalDamaged
 from supervisor.metrics.targets import AGAIN_S, RETRY_S, TargetFile
 from supervisor.paths import Fence, RequeueRecord, incidents_folder, start_time, write_atomically
+from supervisor.wire.access import job_mark
 from supervisor.wire.limits import raise_descriptor_limit
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody started it by itself: no front ends with it."""
     socket: str = ""
     """Its unix socket, for this user's processes on its own node; empty where there is none."""
+    job: str = ""
+    """The job's mark: what munge says for one job is not for another of the same owner."""
 
 
 def read_controller_file(job_dir: Path) -> ControllerFile | None:
@@ -285,6 +288,7 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
         pid_namespace=here.pid_namespace,
         service=not options.of_front,
         socket=unix_socket,
+        job=job_mark(token),
     )
     if metrics.enabled:  # before any agent can come, and write its own
         _aside(lambda: target.tidy(anew=not options.restarted, now=shown.started_at)).join(LAST_WORDS_S)

@@ -102,6 +102,8 @@ class Server:
         self._alerts = alerts
         self._scrape = scrape
         self._scrapes = 0
+        self._described: asyncio.Task[dict[str, Any]] | None = None
+        """Made once: it costs a tenth of a second, and strangers may ask."""
         self._scraped = asyncio.Event()
         self._scraped_at = float("-inf")
         self._runner = web.AppRunner(
@@ -231,7 +233,8 @@ class Server:
     async def _openapi(self, _: web.Request) -> web.Response:
         from supervisor.controller.openapi import description  # only the few who ask pay for it
 
-        return _answer(await asyncio.to_thread(description))
+        self._described = self._described or asyncio.create_task(asyncio.to_thread(description))
+        return _answer(await asyncio.shield(self._described))
 
     async def _healthz(self, _: web.Request) -> web.Response:
         view = self._loop.view("health")()

@@ -50,7 +50,7 @@ MUNGE_HEADER: Final = "Unbroken-Munge"
 """Of a challenge: a credential of munge's, which holds the key of this exchange."""
 _ID: Final = re.compile(r"[0-9a-f]{8}")
 _TOKEN: Final = re.compile(r"(read|operate|admin|alerts)\.([0-9a-f]{8})\.[0-9a-f]{64}")
-_MUNGED: Final = re.compile(r"unbroken access ([0-9a-f]{32}) ([0-9a-f]{64})")
+_MUNGED: Final = re.compile(r"unbroken access ([0-9a-f]{32}) ([0-9a-f]{32}) ([0-9a-f]{64})")
 
 
 class AccessToken(NamedTuple):
@@ -88,12 +88,18 @@ def read_access_token(text: str) -> AccessToken | None:
     return AccessToken(found[1], found[2]) if found is not None else None  # type: ignore[arg-type]
 
 
-def munge_payload(nonce: str, key: str) -> str:
-    """What a user has munge sign, for the job's owner alone to read. `nonce`: of the challenge it is for."""
-    return f"unbroken access {nonce} {key}"
+def job_mark(job_token: str) -> str:
+    """Tells the job of this token from its owner's others, and nothing about the token."""
+    return hmac.digest(job_token.encode(), b"unbroken job", "sha256").hex()[:32]
 
 
-def munged_key(payload: str, nonce: str) -> str:
-    """The key in a payload that is for this challenge; empty where it is for none, or for another."""
+def munge_payload(job: str, nonce: str, key: str) -> str:
+    """What a user has munge sign, for the job's owner alone to read: `job` (its mark) and `nonce` say what for."""
+    return f"unbroken access {job} {nonce} {key}"
+
+
+def munged_key(payload: str, job: str, nonce: str) -> str:
+    """The key in a payload that is for this job and challenge; empty where it is for none, or for others."""
     found = _MUNGED.fullmatch(payload.strip())
-    return found[2] if found is not None and hmac.compare_digest(found[1], nonce) else ""
+    meant = found is not None and (found[1], found[2]) == (job, nonce)
+    return found[3] if found is not None and meant else ""

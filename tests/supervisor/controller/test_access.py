@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -16,7 +18,7 @@ from supervisor.controller.client import ControllerClient
 from supervisor.errors import CommandDenied, UnbrokenError
 from supervisor.messages import CommandRequest, OperatorCommand
 from supervisor.wire import authentication
-from supervisor.wire.access import MUNGE_HEADER, Role, derived_token
+from supervisor.wire.access import MUNGE_HEADER, Role, derived_token, job_mark, munge_payload
 from supervisor.wire.authentication import CHALLENGE_HEADER, CHALLENGE_PATH, new_nonce
 
 STATUS = "/v1/status"
@@ -129,20 +131,49 @@ def test_grants_that_others_could_have_made_do_not_count(rig: Any) -> None:
     rig.go(scenario())
 
 
+def test_grants_that_were_read_before_a_withdrawal_do_not_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that hangs for a while: who asks later does not get what was read before."""
+    answers, begun, now = [{"00000001": access.Grant(id="00000001", role="read")}, {}], threading.Event(), 100.0
+    goes_on = threading.Event()
+
+    def slow(_: Path) -> dict[str, access.Grant]:
+        found = answers.pop(0)
+        begun.set()
+        assert goes_on.wait(60)
+        return found
+
+    monkeypatch.setattr(access, "read_grants", slow)
+    monkeypatch.setattr(access, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def scenario() -> None:
+        nonlocal now
+        reader = access.GrantReader(tmp_path)
+        first = asyncio.create_task(reader.now())
+        assert await asyncio.to_thread(begun.wait, 60)
+        now += 1.5
+        second = asyncio.create_task(reader.now())
+        await asyncio.sleep(0)
+        goes_on.set()
+        assert list(await first) == ["00000001"]
+        assert list(await second) == []
+
+    asyncio.run(scenario())
+
+
 # ----- munge -----
 
 
 class MungeClient(ControllerClient):
     """Of a user without a token, who has munge vouch for him."""
 
-    def __init__(self, address: str, owner: int) -> None:
+    def __init__(self, address: str, owner: int, job: str = "") -> None:
         super().__init__(address, "")
-        self._owner = owner
+        self._owner, self._job = owner, job or job_mark("secret")
 
 
-async def get_by_munge(address: str, owner: int) -> int:
+async def get_by_munge(address: str, owner: int, job: str = "") -> int:
     try:
-        await asyncio.to_thread(MungeClient(address, owner).get, STATUS)
+        await asyncio.to_thread(MungeClient(address, owner, job).get, STATUS)
     except CommandDenied as error:
         return error.status
     return 200
@@ -159,6 +190,7 @@ def test_munge_lets_the_owner_in_and_others_as_granted(rig: Any, munged: Path) -
     async def scenario() -> None:
         async with rig.controller() as running:
             assert await get_by_munge(running.address, os.geteuid()) == 200
+            assert await get_by_munge(running.address, os.geteuid(), job_mark("another")) == 403, "his other job's"
             asked = CommandRequest(command="restart", by="me")
             told = await asyncio.to_thread(MungeClient(running.address, os.geteuid()).command, asked)
             assert told["ok"]
@@ -191,7 +223,7 @@ def test_a_credential_that_is_replayed_is_refused(rig: Any) -> None:
                     return answer.status
 
             nonce = new_nonce()
-            payload = f"unbroken access {nonce} {'b' * 64}"
+            payload = munge_payload(job_mark("secret"), nonce, "b" * 64)
             credential = await asyncio.to_thread(authentication.munge_credential, payload, 30.0, os.geteuid())
             assert await challenge(new_nonce(), credential) == 403, "for another challenge"
             assert await challenge(nonce, credential) == 403, "it was used"

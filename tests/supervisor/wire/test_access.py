@@ -69,8 +69,10 @@ def test_tokens_are_told_apart() -> None:
         assert access.read_access_token(text) is None
 
 
-def test_what_munge_signs_is_for_one_challenge() -> None:
-    payload = access.munge_payload("a" * 32, "b" * 64)
-    assert access.munged_key(payload, "a" * 32) == "b" * 64
-    assert access.munged_key(payload, "c" * 32) == ""
-    assert access.munged_key("order 1", "a" * 32) == ""
+def test_what_munge_signs_is_for_one_challenge_of_one_job() -> None:
+    job, other = access.job_mark("job"), access.job_mark("other")
+    payload = access.munge_payload(job, "a" * 32, "b" * 64)
+    assert access.munged_key(payload, job, "a" * 32) == "b" * 64
+    assert access.munged_key(payload, job, "c" * 32) == ""
+    assert access.munged_key(payload, other, "a" * 32) == ""
+    assert access.munged_key("order 1", job, "a" * 32) == ""
