@@ -30,6 +30,7 @@ from supervisor.cli.job_commands import (
 )
 from supervisor.cli.nodes import ledger_answer
 from supervisor.cli.output import operator_name
+from supervisor.cli.watch import differs
 from supervisor.errors import CommandDenied, ControllerUnreachable, UnbrokenError
 from supervisor.messages import CommandRequest
 
@@ -68,6 +69,8 @@ class PageCommand(msgspec.Struct, forbid_unknown_fields=True):
     argument: str = ""
     reason: str = ""
     dry_run: bool = True
+    agreed: dict[str, Any] | None = None
+    """The answer to the dry run that somebody has said yes to."""
 
 
 class JobReader:
@@ -118,8 +121,14 @@ class JobReader:
     def act(self, asked: PageCommand) -> dict[str, Any]:
         """Carry out an operator's command, or say what it would do. Raises UnbrokenError and ValidationError."""
         fields = {"command": asked.command, "argument": asked.argument, "reason": asked.reason, "by": operator_name()}
-        request = msgspec.convert(fields | {"dry_run": asked.dry_run}, CommandRequest)
-        return dry_run_answer(request, self._job) if asked.dry_run else send(request, self._job)
+        look = msgspec.convert(fields | {"dry_run": True}, CommandRequest)
+        if asked.dry_run or asked.agreed is not None:
+            would = dry_run_answer(look, self._job)
+            if asked.dry_run:
+                return would
+            if differs(would, asked.agreed):
+                raise UnbrokenError(f"Nothing was done: it would do something else now.\n{would['would']}")
+        return send(msgspec.structs.replace(look, dry_run=False), self._job)
 
 
 def _version(folder: Path | None) -> object:

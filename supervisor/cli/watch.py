@@ -195,11 +195,16 @@ class Keys:
 
         def work() -> dict[str, Any]:
             would = self._act(command, argument, True)
-            if agreed is None or any(would.get(field) != agreed.get(field) for field in SAME):
+            if agreed is None or differs(would, agreed):
                 return would
             return self._act(command, argument, False)
 
         self._running = (_beside(work), command, argument, agreed is not None)
+
+
+def differs(would: dict[str, Any], agreed: dict[str, Any]) -> bool:
+    """Whether a command would do another thing now than somebody has said yes to."""
+    return any(would.get(field) != agreed.get(field) for field in SAME)
 
 
 def meaning(key: str, answer: dict[str, Any]) -> tuple[CommandName, str] | str:
@@ -211,7 +216,7 @@ def meaning(key: str, answer: dict[str, Any]) -> tuple[CommandName, str] | str:
         return ("resume", "") if answer["paused"] or (hold and hold["why"]) else ("pause", "")
     command: CommandName = "approve" if key == "a" else "reject"
     if hold and not hold["why"]:
-        return command, hold["approves"]  # by its version: a plan that nobody here has seen is not approved
+        return command, hold.get("approves", "")  # by its version: a plan that nobody here has seen is not approved
     swap = next((one["node"] for one in answer.get("swaps", ()) if one["state"] == "recommended"), "")
     return (command, swap) if swap else "nothing waits for approval"
 

@@ -1,14 +1,17 @@
 """Steps and loss over the whole job, in bounded memory, as people are shown them. No decision uses them.
 
-A curve has at most `POINTS` points. When it is full, every second one is dropped: of four that follow each other those
-with the lowest and the highest loss stay, so that a spike is still seen after weeks. What happened on the way (a new
-attempt that went back, a loss that went wrong) is kept beside it as marks.
+A curve has at most `POINTS` points. When it is full, the whole job so far is cut into equal parts, and of each those
+with the lowest and the highest loss stay, so that a spike is still seen after weeks. (Parts of what was told, not of
+the clock, which may jump.) What happened on the way (a new attempt that went back, a loss that went wrong) is kept
+beside it as marks.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,19 +19,28 @@ from supervisor.messages import LossSeen, NumbersSeen, Progressed
 from supervisor.view import CurveMark, CurvePoint, CurveView, utc
 
 POINTS = 720
+PARTS = POINTS // 4
 MARKS = 200
+
+
+class Numbered(NamedTuple):
+    """A point, and how many were told before it."""
+
+    number: int
+    point: CurvePoint
 
 
 class TrainingCurve:
     def __init__(self) -> None:
-        self._points: list[CurvePoint] = []
+        self._points: list[Numbered] = []
+        self._count = 0
         self._marks: deque[CurveMark] = deque(maxlen=MARKS)
         self._loss_step: int | None = None
         self._wrong = ""
         """What is wrong with the loss now."""
 
     def progressed(self, event: Progressed) -> None:
-        last = self._points[-1] if self._points else None
+        last = self._points[-1].point if self._points else None
         step = event.step if event.counted_step is None else max(event.counted_step, event.step or 0)
         if step is None and event.loss is None:
             return
@@ -39,9 +51,11 @@ class TrainingCurve:
         loss = event.loss if event.loss_step is None or event.loss_step != self._loss_step else None
         self._loss_step = event.loss_step
         at = event.at if event.step_at is None else min(event.step_at, event.at)
-        self._points.append(CurvePoint(at=utc(at), attempt=event.attempt, step=step, loss=loss))
+        point = CurvePoint(at=utc(at), attempt=event.attempt, step=step, loss=loss)
+        self._points.append(Numbered(self._count, point))
+        self._count += 1
         if len(self._points) > POINTS:
-            self._points = thinned(self._points)
+            self._points = thinned(self._points, self._count)
 
     def _begin(self, last: CurvePoint, event: Progressed, step: int | None) -> None:
         text = f"attempt {event.attempt}" + ("" if step is None else f" is at step {step}")
@@ -70,22 +84,22 @@ class TrainingCurve:
 
     def loss_of(self, attempt: int) -> float | msgspec.UnsetType:
         """The newest one, if this attempt has told any."""
-        newest = next((one for one in reversed(self._points) if one.loss is not None), None)
+        newest = next((point for _, point in reversed(self._points) if point.loss is not None), None)
         return msgspec.UNSET if newest is None or newest.loss is None or newest.attempt != attempt else newest.loss
 
     def view(self) -> CurveView:
-        return CurveView(points=tuple(self._points), marks=tuple(self._marks))
+        return CurveView(points=tuple(point for _, point in self._points), marks=tuple(self._marks))
 
 
-def thinned(points: Sequence[CurvePoint]) -> list[CurvePoint]:
-    """About half of them, the first and the last among them."""
-    kept = [points[0]]
-    for first in range(1, len(points) - 1, 4):
-        four = points[first : min(first + 4, len(points) - 1)]
-        told = [one for one in four if one.loss is not None]
-        if told:
-            ends = min(told, key=lambda one: one.loss or 0.0), max(told, key=lambda one: one.loss or 0.0)
-        else:
-            ends = four[0], four[len(four) // 2]
-        kept += sorted({id(one): one for one in ends}.values(), key=four.index)
-    return [*kept, points[-1]]
+def thinned(points: Sequence[Numbered], count: int) -> list[Numbered]:
+    """The first, the last, and at most two of each part of the `count` that were told."""
+    kept = {points[0], points[-1]}
+    for _, part in groupby(points, lambda one: one.number * PARTS // count):
+        here = list(part)
+        told = [one for one in here if one.point.loss is not None] or here[:1]
+        kept |= {min(told, key=_loss), max(told, key=_loss)}
+    return sorted(kept, key=lambda one: one.number)
+
+
+def _loss(one: Numbered) -> float:
+    return one.point.loss or 0.0

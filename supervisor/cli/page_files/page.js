@@ -384,8 +384,8 @@ function actions(status) {
   at("actions").replaceChildren(...names.map((name) => button(name)));
 }
 
-async function send(dry_run) {
-  const body = JSON.stringify({ command: asked.command, argument: at("argument").value.trim() || asked.argument, reason: at("reason").value, dry_run });
+async function send(dry_run, agreed = null) {
+  const body = JSON.stringify({ command: asked.command, argument: at("argument").value.trim() || asked.argument, reason: at("reason").value, dry_run, agreed });
   try {
     const answer = await fetch("api/command", { method: "POST", headers: { "Content-Type": "application/json" }, body });
     return await answer.json();
@@ -407,6 +407,7 @@ async function look() {
   at("yes").disabled = true;
   const answer = await send(true);
   if (mine !== turn) return;
+  asked.would = answer;
   at("would").textContent = answer.error || answer.would;
   at("yes").disabled = Boolean(answer.error || answer.refused);
   if (at("yes").disabled) say_newest(at("would"), mine);
@@ -438,7 +439,7 @@ at("yes").onclick = async () => {
   const label = at("confirm-title").textContent;
   at("yes").disabled = true;
   at("outcome").textContent = "Sent …";
-  const answer = await send(false);
+  const answer = await send(false, asked.would); // the job may have changed while the question stood here
   const said = answer.error || (answer.notes || []).join("\n") || "Done.";
   if (mine !== turn || !at("confirm").open) return tell(`${label}: ${said}`);
   at("outcome").textContent = said;

@@ -212,6 +212,17 @@ def test_a_command_is_looked_at_before_it_is_given(page: PageServer) -> None:
     assert done.keys() == {"error"}  # no controller: nothing can be done, and it is said
 
 
+def test_a_command_that_would_do_something_else_by_now_is_not_given(page: PageServer) -> None:
+    asked = {"command": "cordon", "argument": "n1"}
+    would = json.loads(ask(page, "api/command", asked)[1])
+    yes = asked | {"dry_run": False, "agreed": would}
+    assert "no controller is known" in json.loads(ask(page, "api/command", yes)[1])["error"]
+    yes["agreed"] = would | {"attempt": 7}
+    error = json.loads(ask(page, "api/command", yes)[1])["error"]
+    assert "Nothing was done" in error
+    assert would["would"] in error
+
+
 def test_a_stream_tells_only_what_has_changed() -> None:
     now: dict[str, Any] = {"step": 1, "nodes": [1, 2, 3], "checkpoints": []}
     feed = Feed(lambda: dict(now))
@@ -401,6 +412,7 @@ def test_a_late_answer_is_not_taken_for_that_of_another_command(page: PageServer
     tab.locator("#yes:enabled").click()
     tab.keyboard.press("Escape")
     press("Restart")
+    assert held[2].request.post_data_json["agreed"] == {"would": "stops", "refused": False}
     answer(2, notes=["it was stopped"])
     assert not tab.locator("#outcome").inner_text()
     assert "it was stopped" in tab.locator("#problem").inner_text()

@@ -32,6 +32,16 @@ def test_a_long_job_keeps_its_ends_and_its_spike_in_bounded_memory() -> None:
     assert steps == sorted(steps)
 
 
+def test_of_each_day_of_a_long_job_the_course_stays() -> None:
+    curve, day = TrainingCurve(), 3000
+    for number in range(14 * day):
+        told(curve, number, loss=900.0 if number in (2 * day, 3 * day, 11 * day) else 2.0 + math.sin(number) / 10)
+    points = curve.view().points
+    assert [one.step for one in points if one.loss == 900.0] == [2 * day, 3 * day, 11 * day]
+    days = [(one.step or 0) // day for one in points]
+    assert min(days.count(number) for number in range(14)) > POINTS // 4 // 14
+
+
 def test_an_attempt_that_goes_back_is_marked() -> None:
     curve = TrainingCurve()
     told(curve, 1, step=30)
