@@ -122,12 +122,10 @@ class JobReader:
         """Carry out an operator's command, or say what it would do. Raises UnbrokenError and ValidationError."""
         fields = {"command": asked.command, "argument": asked.argument, "reason": asked.reason, "by": operator_name()}
         look = msgspec.convert(fields | {"dry_run": True}, CommandRequest)
-        if asked.dry_run or asked.agreed is not None:
-            would = dry_run_answer(look, self._job)
-            if asked.dry_run:
-                return would
-            if differs(would, asked.agreed):
-                raise UnbrokenError(f"Nothing was done: it would do something else now.\n{would['would']}")
+        if asked.dry_run:
+            return dry_run_answer(look, self._job)
+        if asked.agreed is not None and differs(would := dry_run_answer(look, self._job), asked.agreed):
+            raise UnbrokenError(f"Nothing was done: it would do something else now.\n{would['would']}")
         return send(msgspec.structs.replace(look, dry_run=False), self._job)
 
 
