@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ MOST_READ: Final = 500
 """Alerts of one post; Alertmanager says itself how many it left out (`max_alerts`)."""
 POSTS: Final = 60
 """So many at once, and as many again in a minute."""
+NEW_ALERTS: Final = 512
+"""That the journal takes at once, and `POSTS` more in a minute: one who alternates would fill it."""
 HEARD_S: Final = 3600.0
 """An alert that still fires is told again to the job so often."""
 ANSWER_S: Final = 4.0
@@ -66,7 +69,7 @@ class AlertsPosted(msgspec.Struct, kw_only=True):
     unknown_nodes: tuple[str, ...] = ()
     """The job has no such node: these were dropped. At most 20."""
     left_out: int = 0
-    """More than are read of one post."""
+    """More than are read of one post, or than the journal takes in a minute."""
 
 
 class AlertRule(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -207,11 +210,14 @@ def _class(labels: Mapping[str, str], rule: AlertRule) -> FailureClass:
     return row.failure_class if row is not None else rule.failure_class
 
 
-def changed(found: Translated, firing: Mapping[str, OutsideAlert], now: float) -> AlertsSeen | None:
-    """What the job does not know yet, of those that fire by its knowledge; None: nothing."""
-    new = tuple(one for one in found.firing if one.key not in firing or now - firing[one.key].at >= HEARD_S)
+def changed(
+    found: Translated, firing: Mapping[str, OutsideAlert], now: float, most: int = NEW_ALERTS
+) -> AlertsSeen | None:
+    """What the job does not know yet, of those that fire by its knowledge; None: nothing. `most`: that are new."""
+    new = tuple(itertools.islice((one for one in found.firing if one.key not in firing), most))
+    again = tuple(one for one in found.firing if one.key in firing and now - firing[one.key].at >= HEARD_S)
     ended = tuple(key for key in found.ended if key in firing)
-    return AlertsSeen(at=now, firing=new, ended=ended) if new or ended else None
+    return AlertsSeen(at=now, firing=new + again, ended=ended) if new or again or ended else None
 
 
 # ----- receiving -----
@@ -233,11 +239,13 @@ class AlertReceiver:
 
     def __init__(self, rules: Sequence[AlertRule], job: JobOfAlerts) -> None:
         self._rules, self._job = tuple(rules), job
-        self._left, self._at = float(POSTS), 0.0
+        self._left, self._new_left, self._at = float(POSTS), float(NEW_ALERTS), 0.0
 
     async def take(self, body: bytes, now: float) -> AlertsPosted:
         """Raises AccessRefused for what is too much or cannot be kept now, DecodeError for what is no post."""
-        self._left = min(float(POSTS), self._left + max(0.0, now - self._at) * POSTS / 60.0)
+        more = max(0.0, now - self._at) * POSTS / 60.0
+        self._left = min(float(POSTS), self._left + more)
+        self._new_left = min(float(NEW_ALERTS), self._new_left + more)
         self._at = now
         if self._left < 1.0:
             raise AccessRefused(429, f"more than {POSTS} posts of alerts in a minute: group them (`group_interval`)")
@@ -246,7 +254,11 @@ class AlertReceiver:
             raise AccessRefused(400, "the job has ended already")
         posted = msgspec.json.decode(body, type=Webhook)
         found = translate(posted, self._rules, self._job.nodes(), now)
-        event = changed(found, self._job.firing(), now)
+        known = self._job.firing()
+        event = changed(found, known, now, int(self._new_left))
+        new = sum(one.key not in known for one in event.firing) if event is not None else 0
+        found.answer.left_out += sum(one.key not in known for one in found.firing) - new
+        self._new_left -= new
         if event is not None:
             if stall := self._job.stall():
                 raise AccessRefused(503, f"the journal cannot be written ({stall}): post it again")

@@ -190,6 +190,24 @@ def test_posts_are_bounded() -> None:
     assert len(heard.events) == 1, "what is known is not told again"
 
 
+def test_one_who_alternates_does_not_fill_the_journal() -> None:
+    heard = Heard()
+    receiver = heard.receiver()
+    many = [posted(alertname="GpuXid", node="n1", n=str(number)) for number in range(alerts.MOST_READ)]
+    over = [posted("resolved", **one.labels) for one in many]
+    left_out = []
+
+    async def scenario() -> None:
+        for turn in range(60):
+            left_out.append((await receiver.take(body(*many), 1000.0 + 2 * turn)).left_out)
+            await receiver.take(body(*over), 1001.0 + 2 * turn)
+            heard.firing.clear()
+
+    asyncio.run(scenario())
+    assert sum(len(event.firing) for event in heard.events) <= alerts.NEW_ALERTS + 2 * alerts.POSTS
+    assert (left_out[0], left_out[-1]) == (0, alerts.MOST_READ - 2), "the sender is told"
+
+
 def post(address: str, data: bytes, authorization: str) -> int:
     request = urllib.request.Request(f"{address}/v1/alerts", data, {"Authorization": authorization}, method="POST")
     try:
