@@ -613,6 +613,9 @@ LINES: Final = (
         lambda seen: _follows_an_end(seen.one, seen.log),
         "a_step_that_slurm_cancels_after_a_crash",
     ),
+    Row[InLog[RuleMatch]](
+        "port_that_is_not_used", "left_out", lambda seen: _is_unused(seen.one, seen.log), "ports_that_nobody_uses"
+    ),
 )
 AMONG: Final = (
     Row[InLog[Statement]](
@@ -712,6 +715,26 @@ def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statem
         benign=one.benign or whole.benign,
         role="cascade" if whole.role == "cascade" else one.role,
     )
+
+
+_PORT_UP: Final = re.compile(
+    r"^\s{0,12}(?:Port)?State:?\s{0,4}[:.]{0,40}\s{0,3}(?:4: )?Active\b|^link \S{1,40} (?:.{0,80} )?state ACTIVE\b"
+    r"|Link detected: yes",
+    re.IGNORECASE,
+)
+_OF_LISTINGS: Final = ("port_down", "link_down_in_a_listing")
+_NVLINK_UP: Final = re.compile(r"^\s{0,12}Link \d{1,2}: (?:[\d.]{1,8} GB/s|<?active)|NVSwitch|\bSXM", re.IGNORECASE)
+
+
+def _is_unused(match: RuleMatch, log: LogSummary) -> bool:
+    """A port is down in a listing, and nothing says that it was up or is needed: hosts have ports without a cable, and
+    cards have links without a bridge."""
+    failed = any(one.rule not in _OF_LISTINGS and one.severity != "warning" for one in log.matches)
+    if match.rule not in _OF_LISTINGS or failed or log.tracebacks:
+        return False
+    if match.rule == "link_down_in_a_listing":
+        return "<inactive>" in match.text and not any(map(_NVLINK_UP.search, log.tail))
+    return any(map(_PORT_UP.search, log.tail))
 
 
 def _is_lasting(match: RuleMatch, log: LogSummary) -> bool:
