@@ -58,6 +58,7 @@ BYTES_PER_POLL: Final = 256 * 1024
 RESTART_S: Final = 60.0
 CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 CRASHED_S: Final = 10.0
+_INITIAL_CGROUP_NAMESPACE: Final = "cgroup:[4026531835]"
 """The kernel's line and the end of the process may be this far apart: a core dump takes time."""
 TORCHS_OWN: Final = ("pt_",)
 """Prefixes of the names that torch gives its threads and loader workers."""
@@ -384,6 +385,8 @@ class KernelLog:
                 ours, rank = whose_crash(event, line.at, workers)
                 if not ours:
                     continue
+            if rank is None and event.kind == "oom_kill" and of_another_cgroup(event, workers):
+                continue
             finding = self._causes.note(event, line.at, line.source)
             if finding is None or not self._may_tell(finding, line.at):
                 continue
@@ -448,6 +451,30 @@ def whose_crash(event: KernelEvent, at: float, workers: Sequence[WorkerProcess])
         for worker in workers
     )
     return crashed or event.fields.get("process", "").startswith(TORCHS_OWN), None
+
+
+def of_another_cgroup(event: KernelEvent, workers: Sequence[WorkerProcess]) -> bool:
+    """A control group was out of memory in which neither the job's ranks nor we are, such as another job's."""
+    full = event.fields.get("cgroup", "").rstrip("/")
+    if not full or not workers or _link("/proc/self/ns/cgroup") != _INITIAL_CGROUP_NAMESPACE:
+        return False  # in a namespace of its own a process sees other names than the kernel writes
+    ours = {group for pid in ("self", *(str(worker.pid) for worker in workers)) for group in _memory_cgroups(pid)}
+    return bool(ours) and not any(f"{group}/".startswith(f"{full}/") for group in ours)
+
+
+def _link(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(path)
+    return ""
+
+
+def _memory_cgroups(pid: str) -> list[str]:
+    """Where it is in the hierarchies that may limit memory: version 2, and version 1's `memory`."""
+    try:
+        lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text(errors="replace").splitlines()]
+    except OSError:
+        return []
+    return [line[2] for line in lines if len(line) == 3 and "memory" in (line[1] or "memory").split(",")]
 
 
 def _processes_above(pid: int) -> list[int]:

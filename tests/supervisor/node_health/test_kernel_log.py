@@ -209,6 +209,29 @@ def test_an_oom_kill_over_several_polls_is_one_finding():
     assert log.findings_in([line("oom_reaper: reaped process 78 (python), now anon-rss:0kB")], WORKERS) == []
 
 
+def own_group() -> str:
+    """The control group of this process, as the kernel's log names the one that is out of memory."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    return next((path for _, names, path in lines if "memory" in names.split(",")), lines[-1][2])
+
+
+OTHERS = "/system.slice/another-job.scope"
+INITIAL = os.readlink("/proc/self/ns/cgroup") == "cgroup:[4026531835]"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "pid", "told"),
+    [(OTHERS, 5151, not INITIAL), (OTHERS, 78, True), (own_group(), 5151, True), ("/", 5151, True)],
+)
+def test_a_kill_for_the_limit_of_another_control_group_is_not_the_job_s(cgroup: str, pid: int, told: bool) -> None:
+    log = KernelLog()
+    where = f"oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg={cgroup},task=python,pid={pid},uid=0"
+    found = log.findings_in(
+        [line(where), line(f"Memory cgroup out of memory: Killed process {pid} (python) total-vm:4204kB")], WORKERS
+    )
+    assert [finding.fields["pid"] for finding in found] == [str(pid)] * told
+
+
 def test_what_waits_for_more_lines_is_told_when_none_come():
     log = KernelLog()
     assert (
