@@ -48,13 +48,8 @@ def order() -> list[Any]:
                 section.append({"Alerts": [{"All alerts": path}, *pages_of("docs/runbook")]})
             elif path != "README.md":
                 section.append({title(ROOT / path): path})
-    parts.append({"Deploy": [{title(path): path.relative_to(ROOT).as_posix()} for path in deployed()]})
     parts.append({"Changelog": "CHANGELOG.md"})
     return parts
-
-
-def deployed() -> list[Path]:
-    return sorted((ROOT / "deploy").rglob("*.md"))
 
 
 def slug(heading: str, separator: str) -> str:
@@ -79,6 +74,15 @@ def on_files(files: Files, config: Any) -> Files:
     listed = "\n".join(f"- [{text}]({Path(name).name})" for one in pages_of("docs/adr") for text, name in one.items())
     kept.append(File.generated(config, DECISIONS, content=f"# Decisions\n\n{listed}\n"))
     return Files(kept)
+
+
+def on_post_build(config: Any) -> None:
+    """Links of alerts end in `.md`, as on code hosts: a folder of that name leads to the page."""
+    for page in (ROOT / "docs/runbook").glob("Unbroken*.md"):
+        folder = Path(config.site_dir) / "docs/runbook" / page.name
+        folder.mkdir(exist_ok=True)
+        text = f'<!doctype html><meta http-equiv="refresh" content="0; url=../{page.stem}.html">'
+        (folder / "index.html").write_text(text, encoding="utf-8")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
