@@ -1388,8 +1388,9 @@ class Incidents:
         compared = bool(resume.path) and resume.step is not None and first is not None
         resumed = compared and first is not None and resume.step is not None and first > resume.step
         checkpoint, snapshot = resume.path, attempt.round.snapshot if attempt.round is not None else None
-        if snapshot is not None and first is not None and first > snapshot[1]:
-            checkpoint, compared, resumed = f"the snapshot of step {snapshot[1]} in memory", True, True
+        if snapshot is not None and (first is None or first > snapshot[1]):
+            checkpoint = f"the snapshot of step {snapshot[1]} in memory"
+            compared = resumed = first is not None
         return note(
             "recovered",
             incident=record.id,

@@ -344,3 +344,14 @@ def test_the_steps_after_a_snapshot_are_not_said_to_be_lost(running: Any) -> Non
     driver.up(42)
     [told] = [one for one in driver.actions if isinstance(one, m.Note) and one.kind == "recovered"]
     assert (told.arguments["step"], told.arguments["lost_steps"]) == (41, 3)
+
+
+def test_a_script_that_shows_no_steps_was_offered_the_snapshot(running: Any) -> None:
+    driver = running("a", "b")
+    checkpoint(driver, 30)
+    assert again(driver, 40) == (1, 40)
+    driver.up(None)
+    driver.fire("settle")
+    [told] = [one for one in driver.actions if isinstance(one, m.Note) and one.kind == "recovered"]
+    assert "step 40" in told.arguments["checkpoint"]
+    assert (told.arguments["offered"], told.arguments["resumed"]) == (True, False)
