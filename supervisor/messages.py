@@ -22,7 +22,7 @@ from recovery.ledger import LedgerRecord, TestResult
 from recovery.policy import Mode
 from recovery.rollback import Guard
 from recovery.scheduling import LeavingNode, RequestOutcome
-from recovery.snapshot_choice import NodeSnapshot, RankSnapshot
+from recovery.snapshot_choice import NodeSnapshot, RankSnapshot, SnapshotPart
 from recovery.swaps import SwapMode, SwapSignal
 from recovery.tiers import NodeTiers, TierOrders
 from supervisor.node_diff import Difference
@@ -654,6 +654,13 @@ class TiersSeen(Event, frozen=True, kw_only=True, tag="tiers_seen"):
     tiers: NodeTiers
 
 
+class SnapshotCopiesSeen(Event, frozen=True, kw_only=True, tag="snapshot_copies_seen"):
+    """As `TiersSeen`, where nothing has changed but the copies of snapshots: they change with each step mirrored."""
+
+    node: str
+    snapshots: tuple[SnapshotPart, ...]
+
+
 class VersionsCompared(Event, frozen=True, kw_only=True, tag="versions_compared"):
     """What is not the same on all nodes now; sent when that has changed."""
 
@@ -1003,6 +1010,7 @@ AnyEvent = (
     | PaceLearned
     | CheckpointsSeen
     | TiersSeen
+    | SnapshotCopiesSeen
     | VersionsCompared
     | StragglersSeen
     | AlertsSeen

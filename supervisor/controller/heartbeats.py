@@ -14,12 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import msgspec
+
 from diagnosis.hang import watch as hang
 from diagnosis.input_waits import InputWatch
 from diagnosis.signals import LossAlarm, RankSample
 from diagnosis.stragglers import StragglerWatch
 from recovery.fewer_processes import NodeGpus
 from recovery.snapshot_choice import RankSnapshot, ReplicaWatch
+from recovery.tiers import NodeTiers
 from supervisor import messages as m
 from supervisor.node_diff import Difference, NodeDiffMonitor
 
@@ -80,6 +83,7 @@ class _Seen:
     space: m.SpaceReported | None = None
     tests: m.NodeTestReport | None = None
     gpus: NodeGpus | None = None
+    tiers: NodeTiers | None = None
     done: bool = False
     lost: bool = False
     quiet: bool = False
@@ -364,7 +368,8 @@ class HeartbeatEvents:
             self._compare_replicas(beat.snapshots, now, events)
             self._tell_snapshot(now, events)
         if beat.tiers is not None:
-            events.append(m.TiersSeen(at=now, node=beat.node, tiers=beat.tiers))
+            events.append(_tiers_seen(beat.node, seen.tiers, beat.tiers, now))
+            seen.tiers = beat.tiers
         if beat.stop_request and beat.stop_request != seen.stop_request:
             events.append(m.StopRequested(at=now, node=beat.node, signal=beat.stop_request))
         seen.stop_request = beat.stop_request
@@ -643,6 +648,12 @@ class HeartbeatEvents:
 def _newest_step(held: tuple[RankSnapshot, ...]) -> tuple[int, int]:
     """Attempt and step of the newest snapshot of a node."""
     return max(((one.attempt, one.step) for one in held), default=(0, -1))
+
+
+def _tiers_seen(node: str, before: NodeTiers | None, tiers: NodeTiers, now: float) -> m.AnyEvent:
+    if before is not None and before != tiers == msgspec.structs.replace(before, snapshots=tiers.snapshots):
+        return m.SnapshotCopiesSeen(at=now, node=node, snapshots=tiers.snapshots)
+    return m.TiersSeen(at=now, node=node, tiers=tiers)
 
 
 def _matters(beat: m.Heartbeat, seen: _Seen) -> bool:

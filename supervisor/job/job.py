@@ -259,6 +259,7 @@ class Job:
             m.LauncherEnded: self.attempts.launcher_ended,
             m.CheckpointsSeen: self._checkpoints_seen,
             m.TiersSeen: self.tiers.add,
+            m.SnapshotCopiesSeen: self.tiers.add_snapshots,
             m.SpaceSeen: self.space.seen,
             m.NodeTested: self.tests.reported,
             m.GpusSeen: self._gpus_seen,

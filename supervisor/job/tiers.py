@@ -31,7 +31,7 @@ from recovery.tiers import (
 )
 from supervisor.job.core import Core, Timer, Wants
 from supervisor.job.nodes import Nodes
-from supervisor.messages import TiersSeen
+from supervisor.messages import SnapshotCopiesSeen, TiersSeen
 
 SETTLE_S = 5.0
 """So long after a node has called a save whole, parts of others may still come."""
@@ -262,6 +262,16 @@ class Tiers:
         while len(self._seen) > SEEN_KEPT:
             self._settled.discard(next(iter(self._seen)))
             del self._seen[next(iter(self._seen))]
+        yield from self._work_out_soon()
+
+    def add_snapshots(self, event: SnapshotCopiesSeen) -> Wants:
+        """Of what else the node has nothing has changed."""
+        if self.are_on and (before := self._reports.get(event.node)) is not None:
+            self._reports[event.node] = msgspec.structs.replace(before, snapshots=event.snapshots)
+            self.has_news = True
+            yield from self._work_out_soon()
+
+    def _work_out_soon(self) -> Wants:
         if "tiers" not in self._core.timers:
             yield Timer("tiers", self._core.now + NEWS_S)
 

@@ -10,7 +10,8 @@ import pytest
 from diagnosis.signals import Evidence, ExitRecord, Finding, LossAlarm, NodeEvidence, RankClock, RankSample
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
-from recovery.snapshot_choice import RankSnapshot
+from recovery.snapshot_choice import RankSnapshot, SnapshotPart
+from recovery.tiers import NodeTiers
 from supervisor import messages as m
 from supervisor.controller.heartbeats import (
     COMPLAIN_EVERY_S,
@@ -499,3 +500,24 @@ def test_who_tells_the_step_and_what_each_rank_does(nodes: Nodes) -> None:
     assert len(nodes.observer.rank_samples()) == 70
     nodes.beat(2.0, node="n7", attempt=2, ranks=(sample(7),))
     assert [(node, one.rank) for node, one, _ in nodes.observer.rank_samples()] == [("n7", 7)]
+
+
+def test_copies_of_snapshots_are_told_alone_where_nothing_else_has_changed(nodes: Nodes) -> None:
+    """The whole of what a node has, with all names of files, would be in the journal for each step mirrored."""
+    copies = tuple(
+        SnapshotPart(attempt=1, step=step, world=2, first_rank=0, ranks=2, owner="a", at=1.0, size_bytes=9)
+        for step in (10, 20)
+    )
+
+    def told(at: float, port: int, held: tuple[SnapshotPart, ...], incarnation: int = 1) -> m.AnyEvent:
+        beat = nodes.beat(at, incarnation=incarnation, tiers=NodeTiers(port=port, snapshots=held))
+        (found,) = (one for one in beat if isinstance(one, m.TiersSeen | m.SnapshotCopiesSeen))
+        return found
+
+    assert isinstance(told(1.0, 7000, copies[:1]), m.TiersSeen)
+    alone = told(2.0, 7000, copies)
+    assert isinstance(alone, m.SnapshotCopiesSeen)
+    assert alone.snapshots == copies
+    assert isinstance(told(3.0, 7001, copies[1:]), m.TiersSeen)
+    assert isinstance(told(4.0, 7001, copies[1:], incarnation=2), m.TiersSeen), "a new agent: all is told again"
+    assert isinstance(told(5.0, 7001, (), incarnation=2), m.SnapshotCopiesSeen)

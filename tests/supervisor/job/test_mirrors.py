@@ -19,6 +19,7 @@ class Cluster:
     """Nodes a and b run two ranks each, c and d are spares."""
 
     def __init__(self, make_driver: Any, **more: Any) -> None:
+        self.told: set[str] = set()
         given = {"checkpoint_dirs": ("/c",), "publish_to": "/shared", "mirror_snapshots": True, **more}
         self.driver = make_driver(nodes_min=2, nodes_max=2, spares=2, mode="enforce", **given)
         self.driver.join("a", "b")
@@ -28,7 +29,11 @@ class Cluster:
         self.driver.up()
 
     def tell(self, node: str, *held: SnapshotPart) -> None:
-        self.driver.tell(m.TiersSeen, node=node, tiers=NodeTiers(port=7000, snapshots=held, rested=9))
+        if node in self.told:
+            self.driver.tell(m.SnapshotCopiesSeen, node=node, snapshots=held)
+        else:
+            self.driver.tell(m.TiersSeen, node=node, tiers=NodeTiers(port=7000, snapshots=held, rested=9))
+            self.told.add(node)
         if "tiers" in self.driver.job.timers:
             self.driver.fire("tiers")
 
