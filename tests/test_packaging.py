@@ -170,7 +170,7 @@ def supervisord_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.iterdir())
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("ours_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_works_beside_the_real_supervisord(
     built: tuple[Path, Path], supervisord_wheel: Path, tmp_path: Path, ours_first: bool
 ) -> None:

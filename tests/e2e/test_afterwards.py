@@ -155,6 +155,7 @@ for _ in range(20):
 """
 
 
+@pytest.mark.slow
 def test_a_process_group_that_nobody_destroys_ends_well(tmp_path: Path) -> None:
     """Objects of the keeper owned numbers of descriptors that gloo had by then, and closed them at the end: SIGABRT."""
     (tmp_path / "train.py").write_text(HELD_TO_THE_END)

@@ -45,6 +45,7 @@ def made(job: Any) -> list[tuple[int, float]]:
     return sorted(((int(step), float(at)) for step, at in lines), key=lambda one: one[1])
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_of_an_xid_is_replaced_after_one_slow_step(supervise: Supervise) -> None:
     a, _, c = three(supervise, "xid_hang@30:1", 0.2)
     assert set(c.wait_ranks(1)) == {1}

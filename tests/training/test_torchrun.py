@@ -261,6 +261,7 @@ def test_modules_and_no_python(agent: Any, tmp_path: Path) -> None:
     assert agent.output(0) == "hi\n"
 
 
+@pytest.mark.slow
 def test_two_nodes_share_the_store_of_the_first(
     own_keeper: Callable[..., Any], make_agent: Callable[..., Any], script: Callable[..., Path]
 ) -> None:

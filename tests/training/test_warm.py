@@ -321,6 +321,7 @@ def test_fork_servers_end_when_memory_is_short() -> None:
     assert not servers.servers
 
 
+@pytest.mark.slow
 def test_nothing_but_torch_is_imported_beforehand_when_the_user_says_so(tmp_path: Path, site: Site) -> None:
     without = Site(tmp_path, UNBROKEN_WARM="torch")
     try:

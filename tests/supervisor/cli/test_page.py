@@ -348,7 +348,13 @@ def test_a_hang_is_drawn_and_the_loss_is_read_by_keyboard(hung_page: PageServer,
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", 360), ("dark", 360)])
+@pytest.mark.parametrize(
+    ("scheme", "width"),
+    [
+        ("light", 1280),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("dark", 1280), ("light", 360), ("dark", 360))),
+    ],
+)
 def test_axe_finds_nothing_that_bars_anybody(hung_page: PageServer, tab: Any, scheme: str, width: int) -> None:
     from axe_playwright_python.sync_playwright import Axe
 

@@ -145,7 +145,8 @@ class Publishing:
         return visible and mine == self.content
 
 
-FORMATS = pytest.mark.parametrize("format_name", ["dcp", "folder", "torch_save"])
+ALSO = [pytest.param(name, marks=pytest.mark.slow) for name in ("folder", "torch_save")]
+FORMATS = pytest.mark.parametrize("format_name", ["dcp", *ALSO])
 
 
 @FORMATS
