@@ -312,7 +312,7 @@ _LEVEL: Final = re.compile(
 """More marks of an error, at any place."""
 _HARMLESS: Final = re.compile(
     r"retry|ignor|skip|fall(?:ing)?[ -]?back|warn|deprecat|will be|using default|\bINFO\b|\bDEBUG\b|loss|accuracy"
-    r"|epoch|not (?:an )?error|no error|0 errors|register|factory",
+    r"|epoch|\b(?:failed|error)[,;] (?:using|trying)\b|not (?:an )?error|no error|0 errors|register|factory",
     re.IGNORECASE,
 )
 _DEALT_WITH: Final = re.compile(
@@ -394,7 +394,8 @@ _NO_DOUBT: Final = re.compile(
     r"|perplexity)\b"
     r"|\b(?:errors?|fail(?:ed|ures?)?|corrected|uncorrectable|invalid)\w{0,12}\s{0,2}[=:]\s{0,2}(?:0|none|false|null|no)\b"
     r"|\bINFO\b|\bDEBUG\b|\bbusbw\b|NOT been destroyed"
-    r"|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback)",
+    r"|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback|analysis)"
+    r"|\b(?:failed|error)[,;] (?:using|trying)\b",
     re.IGNORECASE,
 )
 

@@ -177,7 +177,7 @@ TAXONOMY: Final[dict[FailureClass, ClassEntry]] = {
         "cause",
         "host",
         "kernel or cgroup OOM kill, data loader worker killed",
-        "restart once, then stop",
+        "restart once, then stop; at a limit of the job: ask for more memory",
         "same",
     ),
     FailureClass.SHM_EXHAUSTED: ClassEntry(

@@ -163,7 +163,7 @@ def statement_of_match(match: RuleMatch, evidence: Evidence) -> Statement | None
         role=match.role,
         failure_class=match.failure_class,
         confidence=current().confidence["ran_out_and_caught"] if caught else match.confidence,
-        summary=f"{'wrote' if match.scope == 'rank' else 'says'}: {_words(match.text)}",
+        summary=f"{_verb(match)}: {_words(match.text)}",
         evidence=msgspec.structs.replace(evidence, text=match.text),
         last_line=match.last_line or match.line,
         rule=match.rule,
@@ -173,6 +173,12 @@ def statement_of_match(match: RuleMatch, evidence: Evidence) -> Statement | None
         blames=_blamed(match) if match.role in ("cascade", "symptom") or _is_of_wire(match) else "",
         benign=caught or (match.severity != "fatal" and match.confidence < CERTAIN),
     )
+
+
+def _verb(match: RuleMatch) -> str:
+    if match.scope != "rank":
+        return "says"
+    return "is named in" if match.fields.get("about", "").isdigit() else "wrote"
 
 
 def _is_of_wire(match: RuleMatch) -> bool:

@@ -98,7 +98,10 @@ def conclude(incident: Incident) -> Verdict:
 
 
 def _with_target(found: Verdict) -> Verdict:
-    """Nothing can be cordoned where the logs name no rank, node or GPU: somebody has to find out first."""
+    """Nothing can be cordoned where the logs name no rank, node or GPU: somebody has to find out first. Of a job that
+    needs more memory than it asked for no restart helps."""
+    if found.failure_class is FailureClass.HOST_OOM and _MEMORY_LIMIT.search(found.why) is not None:
+        return msgspec.structs.replace(found, action="stop")
     cordons = found.action in ("cordon_gpu_and_restart", "cordon_node_and_restart")
     return msgspec.structs.replace(found, action="hold") if cordons and not found.culprits else found
 
@@ -150,7 +153,7 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
     healthy = Candidate(
         failure_class=FailureClass.UNKNOWN if end == "no_sign" else FailureClass.NONE,
         confidence=weights.confidence[end],
-        why=f"nothing in {lines} line{'s' * (lines > 1)} tells of a failure{how}",
+        why=f"{_reported(lines, end)}{how}",
         evidence=tuple(dict.fromkeys(filter(None, (doubt, new)))),
         action="none",
         instead=instead,
@@ -161,6 +164,11 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
         key: described.hints.get(key, 0.0) + clue * min(clues[key], MAX_CLUES) for key in (*described.hints, *clues)
     }
     return verdict([healthy, *described.survived], (), (finding.evidence for finding in described.shown), hints)
+
+
+def _reported(lines: int, end: str) -> str:
+    of = f"{lines} line{'s' * (lines > 1)}"
+    return f"no rule knows a failure in {of}" if end == "no_sign" else f"nothing in {of} tells of a failure"
 
 
 def _doubt(log: LogSummary) -> Evidence | None:
@@ -282,6 +290,12 @@ def verdict(
 
 
 _MISMATCH: Final = re.compile(r"size mismatch for|(?:Missing|Unexpected) key\(s\)|Error\(s\) in loading state_dict")
+
+
+_MEMORY_LIMIT: Final = re.compile(
+    r"[Ee]xceeded (?:job |step )?memory limit|TERM_MEMLIMIT|PBS: job killed: p?v?mem |exceeded resource p?v?mem\b"
+)
+"""The job's own limit: the same job reaches it again."""
 
 
 def _action(best: Candidate, culprits: tuple[Culprit, ...]) -> RemedyAction:

@@ -585,10 +585,17 @@ _ACTIONS: Final = {
 }
 
 
+_LOOK: Final = "give more: each rank's own output to its end, the launcher's and scheduler's log, `dmesg` of the nodes"
+
+
 def diagnosis(value: dict[str, Any]) -> None:
     """The object of `diagnose --json`, in words."""
     verdict = value["verdict"]
-    headline = f"{verdict['failure_class']} ({verdict['confidence']:.0%}): {verdict['why']}"
+    known = verdict["failure_class"] != FailureClass.UNKNOWN.value
+    sure = (
+        f" ({verdict['confidence']:.0%})" if known else ""
+    )  # beside it the likeliest alternative would seem the answer
+    headline = f"{verdict['failure_class']}{sure}: {verdict['why']}"
     fields: list[tuple[str, str]] = []
     if verdict["culprits"]:
         fields.append(("culprit", culprits_text(verdict)))
@@ -596,9 +603,14 @@ def diagnosis(value: dict[str, Any]) -> None:
         remedy = TAXONOMY[FailureClass(verdict["failure_class"])].remedy
         words = _ACTIONS.get(verdict["action"], verdict["action"])
         action = words if words == verdict["action"] else f"{words} ({verdict['action']})"
-        fields.append(("do", f"{action}; as a rule: {remedy}"))
+        cordons = verdict["action"].startswith("cordon")
+        nameless = cordons and not any(one.get("node") for one in verdict["culprits"])
+        which = ". The node is the one that this log is from: its name is not in it" if nameless else ""
+        fields.append(("do", f"{action}; as a rule: {remedy}{which}"))
+    elif not known:
+        fields.append(("do", _LOOK))
     likely = [one for one in value["alternatives"] if one["confidence"] >= LEAST_SHOWN]
-    fields += [("or", f"{one['failure_class']} ({one['confidence']:.0%})") for one in likely]
+    fields += [("or" if known else "perhaps", f"{one['failure_class']} ({one['confidence']:.0%})") for one in likely]
     if value["symptoms"]:
         fields.append(("symptoms", ", ".join(value["symptoms"])))
     lines, files = value["lines"], value["files"]

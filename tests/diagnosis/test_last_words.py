@@ -32,6 +32,8 @@ def test_what_they_are_about(line, failure_class):
         "train error: 0.45 val error: 0.5 epoch 3",
         "E external/xla/cuda_dnn.cc:9261] Unable to register cuDNN factory",
         "an error: of no known kind",
+        "error analysis written to out/errors.csv",
+        "Downloading model weights... failed, using mirror",
         "all is well",
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from diagnosis.incident import LogEvidence, LogSummary, of_logs
+from diagnosis.logs.reader import LogReader
 from diagnosis.taxonomy import FailureClass
 from diagnosis.verdict import calls, triage
 
@@ -45,3 +46,21 @@ def test_what_tells_of_nothing():
     of_one_rank = [*agree, call(0, "AllGather", 9, comm="0x99")]
     assert calls.disagreement(of_one_rank) is None
     assert calls.disagreement([call(0, "AllReduce", 64, size=3), call(1, "Broadcast", 64, size=3)]) is None
+
+
+def test_more_memory_is_asked_for_where_a_job_reached_its_own_limit():
+    reader = LogReader("slurm.out")
+    reader.feed(b"slurmstepd: error: Step 7.0 exceeded memory limit (67 > 60), being killed\n")
+    reader.end()
+    verdict = triage.conclude(of_logs(LogEvidence(logs=(reader.summary(),))))
+    assert (verdict.failure_class, verdict.action) == (FailureClass.HOST_OOM, "stop")
+
+
+def test_who_is_named_in_a_line_did_not_write_it():
+    line = "[1,0]<stderr>: W horovod/common/operations.cc:588] Broadcast_0 [missing ranks: 1]"
+    reader = LogReader("mpi.log")
+    reader.feed(f"Stalled ops:\n{line}\n".encode())
+    reader.end()
+    verdict = triage.conclude(of_logs(LogEvidence(logs=(reader.summary(),))))
+    assert [one.rank for one in verdict.culprits] == [1]
+    assert "wrote" not in verdict.why

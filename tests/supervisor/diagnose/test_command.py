@@ -294,3 +294,18 @@ def test_dumps_without_a_wait_and_a_damaged_one(answer, tmp_path, dump):
     assert value["flight_recorder"]["kind"] is None
     assert len(value["problems"]) == 1
     assert "nccl_trace_rank_2" in value["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dust in the wind\n", "perhaps"),
+        ("Unable to determine the device handle for GPU0000:03:00.0: Unknown Error\n", "its name is not in it"),
+    ],
+)
+def test_what_to_do_is_said_where_nothing_or_no_node_is_known(tmp_path, text, said):
+    log = tmp_path / "a.log"
+    log.write_text(text)
+    result = CliRunner().invoke(main, ["diagnose", str(log)])
+    assert said in " ".join(result.output.split())
+    assert any(line.startswith("  do  ") for line in result.output.splitlines())
