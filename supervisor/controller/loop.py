@@ -191,6 +191,8 @@ QUEUE_LIMIT, QUEUE_LIMIT_A_NODE = 20_000, 32
 they repeat themselves. A node that says `done` is always heard."""
 CATCH_UP_S = 5.0
 """After the controller itself was stopped or its journal hung: agents get so long to be heard before one is missed."""
+READERS_AT_ONCE = 2
+"""Of the whole journal, for those who may only look: others of them wait. A command does not wait for them."""
 WATCHED_S = 3.0
 """Somebody who has asked for the status looks at the job for so long."""
 WATCHED_NODES = 64
@@ -252,6 +254,7 @@ class ControlLoop:
         self._stop = asyncio.Event()
         self._assignments: dict[str, tuple[int, int, bytes]] = {}
         """Node -> epoch, version and text of its newest assignment."""
+        self._readers = asyncio.Semaphore(READERS_AT_ONCE)
         self._executor = Executor(self.post, self.clock.now, lambda: job.spec, life=life)
         self.opinion_wanted: Callable[[m.OpinionWanted], None] = lambda _: None
         """The job wants a model's opinion (`supervisor.opinion`), which is posted as an event."""
@@ -371,7 +374,8 @@ class ControlLoop:
         Raises ValueError when it is refused, CommandNotJournalled when that is not known yet.
         """
         if request.dry_run:
-            return await self._dry_run(request.event(self.clock.now(), by, uid, role))
+            async with self._readers:
+                return await self._dry_run(request.event(self.clock.now(), by, uid, role))
         if self.outcome is not None:
             raise ValueError(f"{request.command}: the job has ended already")
         if self.stall and request.command not in WITHOUT_JOURNAL:
@@ -440,7 +444,8 @@ class ControlLoop:
         def rows() -> list[dict[str, object]]:
             return [row for row in timeline_rows(read_after(self.job_dir, since)) if row["seq"] > since]
 
-        return {"schema": 1, "rows": await asyncio.to_thread(rows)}
+        async with self._readers:
+            return {"schema": 1, "rows": await asyncio.to_thread(rows)}
 
     # ----- events -----
 

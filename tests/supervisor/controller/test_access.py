@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from diagnosis.incident import RULE_PREFIX
 from supervisor.controller import access
 from supervisor.controller.client import ControllerClient
+from supervisor.controller.loop import READERS_AT_ONCE
 from supervisor.errors import CommandDenied, UnbrokenError
 from supervisor.messages import CommandRequest, OperatorCommand
 from supervisor.wire import authentication
@@ -158,6 +160,34 @@ def test_grants_that_were_read_before_a_withdrawal_do_not_last(tmp_path: Path, m
         assert list(await second) == []
 
     asyncio.run(scenario())
+
+
+def test_many_who_look_are_served_some_at_a_time_and_a_command_does_not_wait_for_them(
+    rig: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token, busy, most, goes_on = grant(rig.job_dir, "read"), [0], [0], threading.Event()
+
+    def slow(_: Path, command: OperatorCommand) -> dict[str, Any]:
+        if command.command == "pause":
+            busy[0] += 1
+            most[0] = max(most[0], busy[0])
+            assert goes_on.wait(60)
+            busy[0] -= 1
+        return {"schema": 1, "would": "", "interrupts": False, "drains": []}
+
+    monkeypatch.setattr("supervisor.controller.report.dry_run", slow)
+
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))
+            looks = [asyncio.create_task(give(running.address, token, command="pause", dry_run=True)) for _ in range(6)]
+            await rig.until(lambda: busy[0] == READERS_AT_ONCE)
+            assert await give(running.address, "secret", confirm="if_it_interrupts") == 200
+            goes_on.set()
+            assert {*await asyncio.gather(*looks)} == {200}
+
+    rig.go(scenario())
+    assert most[0] == READERS_AT_ONCE
 
 
 # ----- munge -----
