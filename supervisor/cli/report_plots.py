@@ -20,6 +20,8 @@ JOBS: Final = 40
 """So many have a bar of their own, and"""
 COURSES: Final = 6
 """so many the course of their steps."""
+HUGE: Final = 1e300
+"""No axis can be drawn from a loss like -1e308 to one like 1e308."""
 _SCRIPT: Final = re.compile(r"<script.*?</script>", re.DOTALL)
 
 
@@ -63,7 +65,7 @@ def courses(answer: dict[str, Any]) -> Iterable[str]:
             chart.add("step", line)
             yield _drawn(chart)
         told = [(point["step"], point["loss"]) for point in job["curve"]]
-        losses = [(step, loss) for step, loss in told if step is not None and loss is not None]
+        losses = [(step, loss) for step, loss in told if step is not None and loss is not None and abs(loss) < HUGE]
         if len(losses) > 1:
             chart = pygal.XY(**_looks(COLOURS[3]), title=f"{job['name']}: loss over steps", **_LINE)
             chart.add("loss", losses)

@@ -72,7 +72,9 @@ def picture(
                 console.print(part)
         return capture.get().split("\n")[:-1]
 
-    end = drawn([_text(line, "bold") for line in below])[: height // 2]
+    end = drawn([_text(line, "bold") for line in below])
+    if len(end) > max(1, height // 2):  # the question itself is the last line
+        end = [*end[: max(1, height // 2) - 1], end[-1]]
     top = drawn(_head(answer, pace))[: max(2, height - len(end) - 2)]
     left = height - len(top) - len(end)
     title, story = (drawn(parts) for parts in _story(answer))

@@ -125,6 +125,12 @@ def test_the_page_has_plots_and_runs_and_loads_nothing() -> None:
     assert "#1a7f37" in text
 
 
+def test_a_loss_for_which_there_is_no_axis_is_left_out() -> None:
+    told = figures()
+    told["curve"]["points"][3]["loss"], told["curve"]["points"][5]["loss"] = 1.7e308, -1.7e308
+    assert page(summary([told])).count("<svg") == 3
+
+
 def test_there_is_advice_on_saves_and_spares() -> None:
     from supervisor.controller.report import plain
 

@@ -77,6 +77,12 @@ def test_what_is_urgent_is_there_among_4000_nodes() -> None:
     assert "i-3 (open): oom: no memory" in shown
 
 
+def test_the_question_is_seen_on_a_terminal_that_is_too_small_for_what_would_be_done() -> None:
+    below = [*["what would be done"] * 30, "pause?  y: do it"]
+    for size in ((20, 5), (40, 10), (80, 24)):
+        assert "y: do it" in picture(status(), StepRate(), size, below, None)[-1]
+
+
 def test_step_rate_time_left_and_loss() -> None:
     pace = StepRate()
     for second in range(40):
