@@ -265,9 +265,8 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
     corrections.apply(job_dir, control.job)
     _notify(control, settings.notify, job_dir.name)
     _remember(control, _memory_folder(settings, job_dir))
-    metrics = settings.metrics
     tls_cert, tls_key = options.tls_cert or settings.controller.tls_cert, options.tls_key or settings.controller.tls_key
-    target = TargetFile(str(job_dir), metrics.targets_dir, "controller")
+    metrics, target = settings.metrics, TargetFile(str(job_dir), settings.metrics.targets_dir, "controller")
     scrape, alerts = _scrape_of(control) if metrics.enabled else None, alert_receiver(control, settings.run.site_file)
     server = Server(control, token, _server_tls(tls_cert, tls_key), scrape, alerts)
     # Under a scheduler orders and scrapes come from other hosts, of a job of one node, too.
