@@ -35,8 +35,8 @@ _NO_LOGS: Final = tuple(
     ".pt .pth .bin .safetensors .so .pyc .zip .distcp .npy .npz .png .beacon .sock .whl .tar .parquet .arrow".split()
 )
 _OF_OURS: Final = frozenset(
-    "token rules.toml controller.json node.json front.json agent.json health.json streams.json outcome.json "
-    "launcher.exit notices.log agent.log keeper.log controller.log python".split()
+    "token rules-begun.json pending_rules.toml corrections.jsonl controller.json node.json front.json agent.json "
+    "health.json streams.json outcome.json launcher.exit notices.log agent.log keeper.log controller.log python".split()
 )
 """Files of our own folders that no rank wrote."""
 _ATTEMPT: Final = re.compile(r"^(.*/attempts?[_/])(\d{1,6})(?=/)")
@@ -114,7 +114,7 @@ def _walk(root: str) -> Iterator[Source]:
             folders[:] = [name for name in folders if name not in ("probes", "epochs")]
         for name in names:
             path = os.path.join(folder, name)
-            left_out = name.endswith(_NO_LOGS) or (ours and name in _OF_OURS) or name == "streams.json"
+            left_out = name.endswith(_NO_LOGS) or (ours and name in _OF_OURS) or name in ("streams.json", "rules.toml")
             # The files of the attempts have all that the journal has.
             if left_out or (name.startswith("journal.") and "attempts" in folders):
                 continue

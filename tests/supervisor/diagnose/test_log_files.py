@@ -75,7 +75,8 @@ def test_what_a_file_is(head, name, content):
 
 
 def test_folders_are_walked_and_what_is_no_log_is_left_out(tmp_path):
-    for name in ("a/rank0.log", "a/model.pt", "b/token", "b/node.json", "b/rank0.err", "c/token"):
+    ours = ("b/token", "b/node.json", "b/pending_rules.toml", "c/rules.toml")
+    for name in ("a/rank0.log", "a/model.pt", "b/rank0.err", "c/token", *ours):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
