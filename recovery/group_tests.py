@@ -70,12 +70,16 @@ class GroupPart(Frozen, frozen=True, kw_only=True):
     """Test -> seconds, of the slowest of them."""
     waited: float = 0.0
     """The share of its time that one of them waited for a CPU."""
+    stalled_waited: float = 1.0
+    """The same of the exchange that failed, once all had met. 1: not known."""
     unknown: str = ""
     """Why nothing is known of it, for a reason that is not the node's devices or network: in words."""
 
 
 BUSY: Final = 0.2
 """Who waits so much of its time for a CPU is slow because of others."""
+EXPLAINS: Final = 0.5
+"""An exchange failed for want of CPUs if its nodes together waited for one so much of its time."""
 
 
 def group_outcome(nodes: Sequence[str], parts: Mapping[str, GroupPart | None]) -> GroupOutcome:
@@ -88,7 +92,8 @@ def group_outcome(nodes: Sequence[str], parts: Mapping[str, GroupPart | None]) -
         why = clean_line("; ".join(unknown), 400)
         return GroupOutcome(nodes=tuple(nodes), failed=why, busy="it was not made as it should be")
     least, busy = min((part.waited for part in here.values()), default=0.0), ""
-    if least >= BUSY and not any(part.wrong for part in here.values()):
+    idle = all(part.failed for part in here.values()) and sum(one.stalled_waited for one in here.values()) < EXPLAINS
+    if least >= BUSY and not idle and not any(part.wrong for part in here.values()):
         busy = f"the CPUs of all its nodes are busy: ranks waited for one {100 * least:.0f} % of their time or more"
     if words := [f"{node}: {part.failed}" for node, part in here.items() if part.failed]:
         return GroupOutcome(nodes=tuple(nodes), failed=clean_line("; ".join(words), 400), busy=busy)

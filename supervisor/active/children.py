@@ -31,6 +31,8 @@ LINES: Final = 2000
 LOOK_EVERY_S: Final = 0.25
 WAITED_S: Final = 1.0
 """Every process waits a little."""
+STALLED_S: Final = 3.0
+"""A collective of the quick suite fails after 5 s."""
 GONE_S: Final = 5.0
 """So long after SIGKILL a process may take to end."""
 OTHERS_S: Final = 2.0
@@ -53,11 +55,20 @@ class ChildReport(Frozen, frozen=True, kw_only=True):
     took_s: float = 0.0
     waited_s: float = 0.0
     """Of that its threads waited for a CPU, by the kernel's word."""
+    stalled_s: float = 0.0
+    """How long it was looked at after its last progress."""
+    stalled_waited_s: float = 0.0
+    """Of that its threads waited for a CPU."""
 
     @property
     def waited(self) -> float:
         """The share of its time that it waited for a CPU; 0 where that was not long."""
         return self.waited_s / self.took_s if self.waited_s >= WAITED_S else 0.0
+
+    @property
+    def stalled_waited(self) -> float:
+        """The share of its last test's time that it waited for a CPU; 1 where that was too short to tell."""
+        return self.stalled_waited_s / self.stalled_s if self.stalled_s >= STALLED_S else 1.0
 
     @property
     def kind(self) -> str:
@@ -230,6 +241,9 @@ class _Child:
         self.code: int | None = None
         self._began = time.monotonic()
         self._took_s = self._waited_s = 0.0
+        self._said_at, self._waited_before_s = self._began, 0.0
+        self._looked_at = self._began
+        self._waited_of: dict[str, float] = {}
 
     def read(self, descriptor: int) -> None:
         data = os.read(descriptor, 65536)
@@ -238,17 +252,20 @@ class _Child:
             os.close(descriptor)
         elif descriptor == self.started.out:
             self.out += data[: max(0, ANSWER_BYTES - len(self.out))]
+            if b'"test"' in data or b'"joined"' in data:  # an error is no progress
+                self._said_at, self._waited_before_s = time.monotonic(), self._waited_s
         else:
             self.words = (self.words + data)[-WORDS_BYTES:]
 
     def look(self) -> None:
         """How long it has lived, and how long of that its threads waited for a CPU."""
-        self._took_s = time.monotonic() - self._began
-        waited = 0
+        self._looked_at = time.monotonic()
+        self._took_s = self._looked_at - self._began
         for path in Path(f"/proc/{self.started.pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError, IndexError):
-                waited += int(path.read_text().split()[1])
-        self._waited_s = max(self._waited_s, waited / 1e9)
+                waited = int(path.read_text().split()[1]) / 1e9
+                self._waited_s += max(0.0, waited - self._waited_of.get(path.parent.name, 0.0))
+                self._waited_of[path.parent.name] = waited  # of a thread that has ended, what it waited is kept
 
     def ended(self) -> None:
         """It has: what it had written is read."""
@@ -286,6 +303,8 @@ class _Child:
             unkillable=not self.gone,
             took_s=self._took_s,
             waited_s=self._waited_s,
+            stalled_s=max(0.0, self._looked_at - self._said_at),
+            stalled_waited_s=self._waited_s - self._waited_before_s,
         )
 
     def _how(self) -> str:

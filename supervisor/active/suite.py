@@ -346,7 +346,12 @@ def part_of(reports: Sequence[ChildReport]) -> GroupPart:
         wrong=any(line.get("test") and not line.get("ok") for one in reports for line in one.lines),
         seconds=seconds,
         waited=max((one.waited for one in reports), default=0.0),
+        stalled_waited=max((one.stalled_waited if _joined(one) else 1.0 for one in reports), default=1.0),
     )
+
+
+def _joined(report: ChildReport) -> bool:
+    return any(line.get("joined") for line in report.lines)
 
 
 NOT_ITS_FAULT: Final = ("out of memory", " MiB of memory", "killed by SIGKILL")

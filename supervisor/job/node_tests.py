@@ -270,6 +270,8 @@ class NodeTests:
         self._nodes.touch(*series.nodes)
         if series.rounds:
             conclusion = conclude(series.able, series.rounds, series.margin, self._tested_domains(series.able))
+            met = (one for some in series.rounds for one in some if set(one.nodes) & set(conclusion.unproven))
+            unknown = unknown or next((f"{one.busy} ({one.failed})" for one in met if one.busy), "")
             found = pair_results(conclusion, series.rounds, now)
             self._keep(found)
             told = [one for one in found if one.node in series.suspects or one.verdict == "fail"]

@@ -182,6 +182,40 @@ def test_a_group_of_which_every_node_is_busy() -> None:
     assert not group_outcome(("a", "b"), {"a": part_of((hung,)), "b": part_of((wrong,))}).busy
 
 
+JOINED = {"joined": True}
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "others_s", "stalled_s", "lines", "busy"),
+    [
+        (0.2, 0.3, 4.8, (JOINED,), False),  # both waited for the other's data, and no CPU kept them from it
+        (0.2, 4.0, 4.8, (JOINED,), True),  # one of them had no CPU, the other waited for it
+        (1.4, 1.4, 4.8, (JOINED,), True),  # each for a part
+        (0.0, 0.0, 1.0, (JOINED,), True),  # too short to tell
+        (0.0, 0.0, 4.8, (), True),  # one of them may not have been told to come
+    ],
+)
+def test_an_exchange_that_stalls_although_the_cpus_had_time(
+    waited_s: float, others_s: float, stalled_s: float, lines: Any, busy: bool
+) -> None:
+    """On busy nodes: what kept it from its end was what is between them."""
+    one, other = (
+        report("cpu", *lines, died="timed out", took_s=9.0, waited_s=5.0, stalled_s=stalled_s, stalled_waited_s=waited)
+        for waited in (waited_s, others_s)
+    )
+    outcome = group_outcome(("a", "b"), {"a": part_of((one,)), "b": part_of((other,))})
+    assert outcome.failed
+    assert bool(outcome.busy) == busy
+
+
+def test_how_long_a_child_had_said_nothing(training_python: Any) -> None:
+    """What it says of its own end is no progress."""
+    body = 'tell(joined=True)\ntime.sleep(3)\ntell(error="timed out")\ntime.sleep(1)\nsys.exit(1)'
+    (one,) = run(training_python(body), 1, 120.0)
+    assert one.died == "timed out"
+    assert 3.0 <= one.stalled_s <= one.took_s
+
+
 # ----- forked from a parent that has imported torch -----
 
 

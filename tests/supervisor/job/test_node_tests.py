@@ -331,6 +331,7 @@ def test_busy_cpus_and_ranks_that_remain_say_nothing(suspected: Any) -> None:
     everybody = {f"n{number}" for number in range(12)}
     Fleet(driver, failing={"n3"}, busy=everybody).run()
     assert left_out(driver) == set()
+    assert "CPUs" in view(driver).unknown
     driver = suspected(8, "n3")
     fleet = Fleet(driver, failing={"n3"})
     fleet.answer("n3", fleet.orders()["n3"], None, problem="ranks still run here")
