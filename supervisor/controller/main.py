@@ -274,7 +274,6 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
     host, port = parse_listen(options.listen or settings.controller.listen or ("127.0.0.1:0" if alone else "0.0.0.0:0"))
     port = await _listen(server, host, port, before)
     here = Here.find()
-    unix_socket = await _listen_nearby(server, Path(options.socket or _default_socket(job_dir)))
     address = own_address() if host in ("0.0.0.0", "::") else host
     shown = ControllerFile(
         address=f"{'https' if tls_cert else 'http'}://{address}:{port}",
@@ -286,7 +285,7 @@ async def serve(options: argparse.Namespace, settings: config.Settings) -> int:
         boot_id=here.boot_id,
         pid_namespace=here.pid_namespace,
         service=not options.of_front,
-        socket=unix_socket,
+        socket=await _listen_nearby(server, Path(options.socket or _default_socket(job_dir))),
         job=job_mark(token),
     )
     if metrics.enabled:  # before any agent can come, and write its own
