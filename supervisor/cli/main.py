@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
 from supervisor import config
 from supervisor.cli.active import qualify
@@ -299,12 +300,16 @@ def controller(**given: object) -> None:
 def print_config(as_json: bool) -> None:
     """Show every setting, its value, and its origin."""
     from supervisor.cli import render
+    from supervisor.controller.notify import shown
 
     loaded = config.load_here()
+    to = loaded.settings.notify.to  # a webhook's address is a secret
+    notify = config.NotifySettings(to=shown(to) if isinstance(to, str) else tuple(map(shown, to)))
+    settings = msgspec.structs.replace(loaded.settings, notify=notify)
     rows = [
         {
             "key": knob.key,
-            "value": getattr(getattr(loaded.settings, knob.key.split(".")[0]), knob.key.split(".")[1]),
+            "value": getattr(getattr(settings, knob.key.split(".")[0]), knob.key.split(".")[1]),
             "from": loaded.origins.get(knob.key, "default"),
             "what": f"{knob.what} Default: {knob.default_text}." if knob.default_text else knob.what,
         }

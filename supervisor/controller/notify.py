@@ -257,8 +257,10 @@ def sender(to: str) -> Callable[[Message | LifeSign], None]:
 
 
 def shown(to: str) -> str:
-    """For the log: of a webhook, only the host."""
-    return f"{urlsplit(to).scheme}://{urlsplit(to).hostname}/..." if to.startswith(WEB) else to
+    """For people and logs: of a webhook, only the host."""
+    before = ALIVE if to.startswith(ALIVE) else ""
+    address = urlsplit(to.removeprefix(ALIVE))
+    return f"{before}{address.scheme}://{address.hostname}/..." if address.scheme in ("http", "https") else to
 
 
 def check_notify(settings: NotifySettings) -> Iterator[str]:

@@ -27,6 +27,7 @@ from supervisor.controller.notify import (
     letter_of,
     mail_address,
     sender,
+    shown,
 )
 from supervisor.errors import ConfigError
 from supervisor.messages import Note, Outcome
@@ -284,3 +285,10 @@ def test_addresses_stay_what_they_are_and_files_become_absolute(tmp_path: Path) 
     assert absolute(settings, tmp_path).notify.addresses == there
     assert absolute(Settings(), tmp_path).notify.addresses == ()
     assert [*check_notify(NotifySettings(to=str(tmp_path / "no")))]
+
+
+def test_only_the_host_of_a_webhook_is_shown() -> None:
+    assert shown("https://hooks.example.org/T0/SECRET") == "https://hooks.example.org/..."
+    assert shown("alive:https://me:SECRET@ping.example.org/x") == "alive:https://ping.example.org/..."
+    assert shown("mailto:ann@example.org") == "mailto:ann@example.org"
+    assert shown("alive:/home/ann/ping") == "alive:/home/ann/ping"
