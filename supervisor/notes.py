@@ -219,7 +219,9 @@ KINDS: Final[dict[str, Kind]] = {
         "[; {aside:#newer checkpoint} moved aside, `unbroken rollback --undo` puts them back]"
         "[; the next {skip} batches are left out]"
     ),
-    "rollback_given_up": _kind("no checkpoint is old enough after all: what the rollback moved aside is put back"),
+    "rollback_given_up": _kind(
+        "the rollback is given up: no checkpoint that is old enough can be used now. What it moved aside is put back"
+    ),
     "rollback_undone": _kind("the rollback is undone: {checkpoints} put back, unless written again since"),
     "recovered": _kind(
         "recovered[ at step {step}] in {took_s:took} s[, {lost_steps:#step} lost] ({incident}: {what}); "

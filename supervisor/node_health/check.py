@@ -445,7 +445,9 @@ def _from_agent(wanted: Mapping[str, CheckRow], options: Options) -> NodeResults
     if file is None or not {row.probe for row in wanted.values()}.isdisjoint(file.waiting):
         return None
     check_states = {key_of(one.result): one for one in file.check_states}
-    why = {name: f"no answer from {row.probe} to the agent" for name, row in wanted.items()}
+    why = {
+        name: f"the agent of a job has no answer from {row.probe} (--fresh looks now)" for name, row in wanted.items()
+    }
     return NodeResults(file.node, file.boot_id, file.at, check_states, why, file.problems)
 
 
