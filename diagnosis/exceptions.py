@@ -147,6 +147,8 @@ class ExceptionReading(Frozen, frozen=True, kw_only=True):
     failure_class: FailureClass
     confidence: float
     is_cascade: bool = False
+    by_words: bool = False
+    """By what its message complains of: its type, its place and all rules are silent."""
 
 
 def read(traceback: Traceback) -> ExceptionReading:
@@ -200,11 +202,11 @@ def _by_type(traceback: Traceback) -> ExceptionReading:
     gone = _consequence(traceback, where)
     if gone is not None:
         return ExceptionReading(failure_class=gone[0], confidence=gone[1], is_cascade=True)
-    (failure_class, confidence) = _classify(traceback.exception, traceback.message, where)
+    (failure_class, confidence), by_words = _classify(traceback.exception, traceback.message, where)
     for cause in reversed(traceback.causes):
         # What wraps it is often a plain error: the exception before says more.
         name, _, message = cause.partition(": ")
-        before, certain = _classify(name, message, where)
+        (before, certain), of_words = _classify(name, message, where)
         interrupted = before is C.PREEMPTED_OR_CANCELLED
         if (
             interrupted
@@ -215,8 +217,8 @@ def _by_type(traceback: Traceback) -> ExceptionReading:
                 and name.rsplit(".", 1)[-1] != "KeyError"
             )
         ):
-            failure_class, confidence = before, certain - (0.0 if interrupted else 0.1)
-    return ExceptionReading(failure_class=failure_class, confidence=round(confidence, 3))
+            failure_class, confidence, by_words = before, certain - (0.0 if interrupted else 0.1), of_words
+    return ExceptionReading(failure_class=failure_class, confidence=round(confidence, 3), by_words=by_words)
 
 
 def _consequence(traceback: Traceback, where: Where) -> Guess | None:
@@ -231,45 +233,63 @@ def _consequence(traceback: Traceback, where: Where) -> Guess | None:
     return None
 
 
-def _classify(exception: str, message: str, where: Where) -> Guess:
+class _Typed(NamedTuple):
+    """What an exception's type, place and fixed words tell."""
+
+    guess: Guess
+    vague: float | None = None
+    """A guess that is no surer gives way to what the message complains of; None: no word of it counts."""
+
+
+def _classify(exception: str, message: str, where: Where) -> tuple[Guess, bool]:
+    """The guess, and whether it rests on what the message complains of, in words that no rule knows."""
+    typed = _by_type_and_place(exception, message, where)
+    if typed.vague is None:
+        return typed.guess, False
+    named = complaints.named(f"{exception}: {message}")
+    if named is not None and (named is C.GPU_DRIVER or named not in _NOT_RAISED):
+        return (named, NAMED_CONFIDENCE), True
+    name = exception.partition("(")[0].rsplit(".", 1)[-1]
+    told = _by_words(typed.guess, f"{_HUMPS.sub(' ', _KIND.sub('', name))}: {message}", typed.vague)
+    return (typed.guess, False) if told is None else (told, True)
+
+
+def _by_type_and_place(exception: str, message: str, where: Where) -> _Typed:
     name = exception.partition("(")[0].rsplit(".", 1)[-1]
     if name == FATAL:
         inside = is_library(where.file) and "ctypes" not in where.file
-        return (C.FRAMEWORK_BUG, 0.65) if inside and message.startswith("Segm") else (C.WORKER_CRASH, 0.6)
+        return _Typed((C.FRAMEWORK_BUG, 0.65) if inside and message.startswith("Segm") else (C.WORKER_CRASH, 0.6))
     if name == "KeyboardInterrupt":
-        return C.PREEMPTED_OR_CANCELLED, 0.75
+        return _Typed((C.PREEMPTED_OR_CANCELLED, 0.75))
     if name == CUT_OFF:
-        return (C.DATA_LOADING_ERROR if where.in_data else C.SCRIPT_ERROR), 0.3
+        return _Typed((C.DATA_LOADING_ERROR if where.in_data else C.SCRIPT_ERROR, 0.3))
     if name not in _PLAIN_BUGS and _WORDS["package"].search(message):
-        return C.DEPENDENCY_IMPORT_ERROR, 0.7
+        return _Typed((C.DEPENDENCY_IMPORT_ERROR, 0.7))
     if name == "ParserError":  # of YAML, else of tables and dates
-        return (C.CONFIG_OR_ARGUMENT_ERROR, 0.8) if exception.startswith("yaml") else (C.DATA_LOADING_ERROR, 0.75)
+        of_yaml = exception.startswith("yaml")
+        return _Typed((C.CONFIG_OR_ARGUMENT_ERROR, 0.8) if of_yaml else (C.DATA_LOADING_ERROR, 0.75))
     if name in _PLAIN_BUGS:
-        return _plain_bug(message)
-    text = f"{_HUMPS.sub(' ', _KIND.sub('', name))}: {message}"
-    named = complaints.named(f"{exception}: {message}")
-    if named is not None and (named is C.GPU_DRIVER or named not in _NOT_RAISED):
-        return named, NAMED_CONFIDENCE
+        return _Typed(_plain_bug(message))
     if name in _DECISIONS:
-        return _by_words(_decide(_DECISIONS[name], message, where), text)
+        return _Typed(_decide(_DECISIONS[name], message, where), VAGUE)
     if name in _BY_NAME:
-        return _BY_NAME[name]
+        return _Typed(_BY_NAME[name], 0.0)
     top, _, rest = exception.rpartition(".")[0].partition(".")
     by_module = _BY_MODULE.get(top) or _BY_MODULE.get(f"{top}.{rest.partition('.')[0]}")
-    if by_module is not None and by_module[0] is not C.FRAMEWORK_BUG:
-        return by_module
-    if by_module is not None:  # a compiler or a runtime that repeats what went wrong beneath it
-        return by_module if message.startswith("INTERNAL") else _by_words(by_module, text, by_module[1])
-    return _by_words(_decide(_DECISIONS["*"], message, where), text)
+    if by_module is None:
+        return _Typed(_decide(_DECISIONS["*"], message, where), VAGUE)
+    # A compiler or a runtime repeats what went wrong beneath it.
+    repeats = by_module[0] is C.FRAMEWORK_BUG and not message.startswith("INTERNAL")
+    return _Typed(by_module, by_module[1] if repeats else 0.0)
 
 
-def _by_words(guess: Guess, text: str, vague: float = VAGUE) -> Guess:
+def _by_words(guess: Guess, text: str, vague: float) -> Guess | None:
     """Where the type and the place say next to nothing: what the message complains of."""
     found = (one for one in complaints.readings(text) if one.confidence >= complaints.BY_WORDS)
     told = next((one for one in found if one.failure_class not in _NOT_RAISED), None)
-    config = guess[0] is C.CONFIG_OR_ARGUMENT_ERROR and guess[1] <= SOMETHING_IS_WRONG
+    config = vague > 0.0 and guess[0] is C.CONFIG_OR_ARGUMENT_ERROR and guess[1] <= SOMETHING_IS_WRONG
     if told is None or not (guess[1] <= vague or (config and told.failure_class in _NO_ARGUMENTS)):
-        return guess
+        return None
     return told.failure_class, told.confidence + 0.1
 
 

@@ -70,6 +70,8 @@ class Statement(Frozen, frozen=True, kw_only=True):
     is_traceback: bool = False
     is_uncaught: bool = False
     """Its stack begins at the first line of the program: no code caught it."""
+    by_words: bool = False
+    """An exception that no rule and no type knows, by what its message complains of."""
     is_helper: bool = False
     """It ended a thread of a library, and no rank."""
     fingerprint: str = ""
@@ -103,6 +105,7 @@ def statement_of_traceback(traceback: Traceback, evidence: Evidence) -> Statemen
         last_line=(evidence.line or 0) + 2 * len(traceback.frames) + 1,
         is_traceback=True,
         is_uncaught=_is_uncaught(traceback),
+        by_words=reading.by_words,
         is_helper=traceback.is_passing
         and traceback.own_frame is None
         and reading.failure_class not in (*_RUN_OUT, FailureClass.STORAGE_ERROR, FailureClass.SHM_EXHAUSTED)
@@ -652,6 +655,7 @@ def joined(node: str, record: ExitRecord, said: Sequence[Statement]) -> Account:
         when=record.ended_at,
         summary=summary,
         evidence=(best.evidence, *account.evidence),
+        is_aside=best.by_words and TAXONOMY[best.failure_class].retry == "never",
     )
 
 

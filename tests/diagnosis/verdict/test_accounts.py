@@ -98,6 +98,8 @@ RAISED = ("Traceback (most recent call last):", '  File "/x/t.py", line 2, in <m
         ((*STEPS, "ERROR 401: Unauthorized", *RAISED), True),
         ((*STEPS, "ERROR 401: Unauthorized", *(f"so it goes, for {n} times" for n in range(20))), True),
         ((*STEPS, *RAISED[:2], "PermissionError: [Errno 13] Permission denied: '/ckpt'"), False),
+        ((*STEPS, *RAISED[:2], "acme.Refused: PERMISSION_DENIED: the caller is not on the list"), True),
+        ((*STEPS, *RAISED[:2], "acme.Trouble: unknown flag --fast"), True),
     ],
 )
 def test_a_line_that_is_not_why_a_rank_ended_does_not_end_the_job(lines: tuple[str, ...], is_aside: bool) -> None:
