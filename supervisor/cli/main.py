@@ -97,7 +97,10 @@ class _Commands(click.Group):
             sys.exit(error.exit_code)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+HELP_OPTIONS = ["-h", "--help"]
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": HELP_OPTIONS})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_print_version)
 def main() -> None:
     """Keep a distributed pretraining run alive.
@@ -423,6 +426,7 @@ for each in (
     *JOB_COMMANDS,
     *OPERATOR_COMMANDS,
 ):
+    each.context_settings.setdefault("help_option_names", HELP_OPTIONS)  # also where somebody calls it without `main`
     main.add_command(each)
 
 if __name__ == "__main__":
