@@ -45,6 +45,8 @@ class Margin(NamedTuple):
 
     share: float
     least_s: float = 0.0
+    products_s: float = 0.0
+    """`least_s` of matrix products, where it is another one."""
 
 
 class GroupOutcome(Frozen, frozen=True, kw_only=True):
@@ -192,14 +194,16 @@ def _shared_domain(known: _Known, nodes: Iterable[str], domains: Mapping[str, st
 
 
 PAIR_TEST: Final = "pairs"
-CPU_PAIR_MARGIN: Final = Margin(2.0, 0.25)
+PRODUCTS: Final = "group_matmul"
+CPU_PAIR_MARGIN: Final = Margin(1.0, 0.05, products_s=0.5)
 GPU_PAIR_MARGIN: Final = Margin(0.1, 0.000_02)
 NEVER_SLOW: Final = Margin(0.0, math.inf)
 """Nodes of different kinds: one that is slower than others is as it was built."""
 
 
 def pair_margin(kinds: Iterable[str]) -> Margin:
-    """How much slower than others is slow. Gloo between shared CPUs is no measure for less than three times."""
+    """How much slower than others is slow. Gloo between shared CPUs is no measure for less than twice,
+    nor are products on CPUs that others use one for less than half a second."""
     found = set(kinds)
     if len(found) > 1:
         return NEVER_SLOW
@@ -311,7 +315,8 @@ def _limits(seen: Sequence[GroupOutcome], controls: Sequence[GroupOutcome], marg
             spread = statistics.median(abs(one - middle) for one in all_seconds)
         else:
             middle, spread = sorted(all_seconds)[int(len(all_seconds) * FAST_SHARE)], 0.0
-        limits[test] = middle + max(middle * margin.share, margin.least_s, SPREADS * spread)
+        least_s = max(margin.least_s, margin.products_s if test == PRODUCTS else 0.0)
+        limits[test] = middle + max(middle * margin.share, least_s, SPREADS * spread)
     return limits
 
 

@@ -7,7 +7,16 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from recovery.group_tests import GroupOutcome, Margin, PairConclusion, conclude, narrowed, next_groups, next_halves
+from recovery.group_tests import (
+    GroupOutcome,
+    Margin,
+    PairConclusion,
+    conclude,
+    narrowed,
+    next_groups,
+    next_halves,
+    pair_margin,
+)
 
 MARGIN = Margin(0.1)
 
@@ -157,3 +166,15 @@ def test_a_group_that_fails_only_as_a_whole_stays_whole() -> None:
     steps = [[GroupOutcome(nodes=half) for half in next_halves(nodes, [])]]
     assert next_halves(nodes, steps) == ()
     assert narrowed(nodes, steps).groups == (tuple(nodes),)
+
+
+@pytest.mark.parametrize(("test", "named_too"), [("group_matmul", False), ("all_reduce_large", True)])
+def test_products_on_busy_cpus_blame_nobody(test: str, named_too: bool) -> None:
+    def pair(*nodes: str, took: float) -> GroupOutcome:
+        return GroupOutcome(nodes=nodes, seconds={test: took})
+
+    first = [pair("n1", "n2", took=0.18), pair("n3", "n4", took=0.05), pair("n5", "n6", took=0.05)]
+    second = [pair("n1", "n4", took=0.18), pair("n2", "n3", took=0.05), pair("n5", "n6", took=0.05)]
+    nodes = [f"n{number}" for number in range(1, 7)]
+    found = conclude(nodes, [first, second], pair_margin(["torch 2.13 CPU"]))
+    assert named(found) == ({"n1"} if named_too else set())

