@@ -58,10 +58,11 @@ BYTES_PER_POLL: Final = 256 * 1024
 RESTART_S: Final = 60.0
 CRASHES: Final = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 CRASHED_S: Final = 10.0
-_INITIAL_CGROUP_NAMESPACE: Final = "cgroup:[4026531835]"
 """The kernel's line and the end of the process may be this far apart: a core dump takes time."""
 TORCHS_OWN: Final = ("pt_",)
 """Prefixes of the names that torch gives its threads and loader workers."""
+_INITIAL_CGROUP_NAMESPACE: Final = "cgroup:[4026531835]"
+"""The kernel numbers it so; there a process is told the names that the kernel writes."""
 EVENTS_KEPT: Final = 500
 """More in half a second are one storm."""
 MAX_TEXT: Final = 2000
@@ -454,12 +455,15 @@ def whose_crash(event: KernelEvent, at: float, workers: Sequence[WorkerProcess])
 
 
 def of_another_cgroup(event: KernelEvent, workers: Sequence[WorkerProcess]) -> bool:
-    """A control group was out of memory in which neither the job's ranks nor we are, such as another job's."""
+    """A control group was out of memory in which neither the job's ranks nor we are, such as another job's.
+
+    Not where a rank has ended: the group that it was in is not known any more.
+    """
     full = event.fields.get("cgroup", "").rstrip("/")
     if not full or not workers or _link("/proc/self/ns/cgroup") != _INITIAL_CGROUP_NAMESPACE:
         return False  # in a namespace of its own a process sees other names than the kernel writes
-    ours = {group for pid in ("self", *(str(worker.pid) for worker in workers)) for group in _memory_cgroups(pid)}
-    return bool(ours) and not any(f"{group}/".startswith(f"{full}/") for group in ours)
+    ours = [_memory_cgroups(pid) for pid in ("self", *(str(worker.pid) for worker in workers))]
+    return all(ours) and not any(f"{group}/".startswith(f"{full}/") for groups in ours for group in groups)
 
 
 def _link(path: str) -> str:

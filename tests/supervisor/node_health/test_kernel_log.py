@@ -216,18 +216,29 @@ def own_group() -> str:
 
 
 OTHERS = "/system.slice/another-job.scope"
+GONE = 1 << 23
+"""No process has this number."""
 INITIAL = os.readlink("/proc/self/ns/cgroup") == "cgroup:[4026531835]"
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "pid", "told"),
-    [(OTHERS, 5151, not INITIAL), (OTHERS, 78, True), (own_group(), 5151, True), ("/", 5151, True)],
+    ("cgroup", "pid", "rank_pids", "told"),
+    [
+        (OTHERS, 5151, (os.getpid(),), not INITIAL),
+        (OTHERS, 5151, (os.getpid(), GONE), True),  # it may have been in that group
+        (OTHERS, GONE, (os.getpid(), GONE), True),
+        (own_group(), 5151, (os.getpid(),), True),
+        ("/", 5151, (os.getpid(),), True),
+    ],
 )
-def test_a_kill_for_the_limit_of_another_control_group_is_not_the_job_s(cgroup: str, pid: int, told: bool) -> None:
+def test_a_kill_for_the_limit_of_another_control_group_is_not_the_job_s(
+    cgroup: str, pid: int, rank_pids: tuple[int, ...], told: bool
+) -> None:
     log = KernelLog()
+    workers = [worker(one, rank) for rank, one in enumerate(rank_pids)]
     where = f"oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg={cgroup},task=python,pid={pid},uid=0"
     found = log.findings_in(
-        [line(where), line(f"Memory cgroup out of memory: Killed process {pid} (python) total-vm:4204kB")], WORKERS
+        [line(where), line(f"Memory cgroup out of memory: Killed process {pid} (python) total-vm:4204kB")], workers
     )
     assert [finding.fields["pid"] for finding in found] == [str(pid)] * told
 
