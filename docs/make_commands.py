@@ -86,7 +86,7 @@ def troff(text: str) -> str:
 
 
 def described(name: str, command: click.Command) -> list[str]:
-    context = click.Context(command, info_name=f"unbroken {name}")
+    context = click.Context(command, info_name=f"unbroken {name}", **command.context_settings)
     usage = " ".join(command.collect_usage_pieces(context))
     lines = [
         ".SS " + troff(f"unbroken {name} {usage}"),

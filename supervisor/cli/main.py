@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 import msgspec
@@ -79,8 +79,15 @@ HELP = {
 """In which part of `unbroken --help` each command is listed."""
 
 
+HELP_OPTIONS: Final = ["-h", "--help"]
+
+
 class _Commands(click.Group):
     """Every error of ours ends the program with its sentence and its exit code."""
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        cmd.context_settings.setdefault("help_option_names", HELP_OPTIONS)  # also where it is called without `main`
+        super().add_command(cmd, name)
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in HELP.items():
@@ -95,9 +102,6 @@ class _Commands(click.Group):
         except UnbrokenError as error:
             warn(str(error))
             sys.exit(error.exit_code)
-
-
-HELP_OPTIONS = ["-h", "--help"]
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": HELP_OPTIONS})
@@ -426,7 +430,6 @@ for each in (
     *JOB_COMMANDS,
     *OPERATOR_COMMANDS,
 ):
-    each.context_settings.setdefault("help_option_names", HELP_OPTIONS)  # also where somebody calls it without `main`
     main.add_command(each)
 
 if __name__ == "__main__":
