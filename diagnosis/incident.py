@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from diagnosis.signals import Evidence, Finding, Frozen, KernelEvent, NodeEvidence, RankStack
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
 
@@ -204,12 +206,23 @@ class LogEvidence(Frozen, frozen=True, kw_only=True):
     compared: RunComparison | None = None
 
 
+PartKind = Literal["chip", "cpu", "dimm", "disk", "file", "job", "pid", "pod", "server"]
+
+
 class Culprit(Frozen, frozen=True, kw_only=True):
     """The culprit, as far as it is known."""
 
     node: str = ""
     rank: int | None = None
     gpu: str = ""
+    kind: PartKind | msgspec.UnsetType = msgspec.UNSET
+    """What `name` is. Only words of old logs name it, and nothing acts on it."""
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def part(self) -> str:
+        """`file /data/7.jpg`; empty where none is named."""
+        return f"{self.kind} {self.name}" if self.kind and self.name else ""
 
 
 class Alternative(Frozen, frozen=True, kw_only=True):

@@ -267,7 +267,7 @@ def _named(incident: Incident, verdict: Verdict | None) -> Iterator[Culprit]:
         return Culprit(rank=rank, node=incident.rank_nodes.get(rank, node))
 
     if verdict is not None:
-        yield from verdict.culprits
+        yield from (one for one in verdict.culprits if one.node or one.gpu or one.rank is not None)
     for name in incident.lost_nodes:
         yield Culprit(node=name)
     for rank in incident.hang.ranks if incident.hang is not None else ():

@@ -103,7 +103,7 @@ def _lines(digest: Digest) -> Iterator[str]:
 
 def _header(case: LogEvidence, verdict: Verdict) -> list[str]:
     who = [
-        " ".join(word for word in (one.node, one.gpu, f"rank {one.rank}" if one.rank is not None else "") if word)
+        " ".join(filter(None, (one.node, one.gpu, f"rank {one.rank}" if one.rank is not None else "", one.part)))
         for one in verdict.culprits[:8]
     ]
     lines = [f"{verdict.failure_class.value} ({verdict.confidence:.0%}): {verdict.why}"]

@@ -64,7 +64,7 @@ _LEARNED: Final = {
 }
 _NO_NODES: Final = ("", "rank", "task", "proc", "process", "worker", "trainer", "replica", "launcher", "master")
 """A word of such a prefix without a number names nobody."""
-_PROMPT: Final = re.compile(r"^\[?(?:[\w-]{1,40})@(?P<node>[A-Za-z][\w-]{0,60}\d[\w.-]{0,60})[ :][^#$\n]{0,80}[#$] ")
+_PROMPT: Final = re.compile(r"^\[?(?:[\w-]{1,40})@(?P<node>[A-Za-z][\w-]{0,60}\d[\w.-]{0,60})[ :][^#$%\n]{0,80}[#$%] ")
 """The prompt of a shell on the node whose state somebody asked for."""
 _MOST: Final = 0.7
 """A prefix counts if this share of a file's lines has one."""

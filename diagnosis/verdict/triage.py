@@ -43,6 +43,7 @@ from diagnosis.verdict.candidates import (
     is_at_work,
     last_progress,
 )
+from diagnosis.verdict.named import with_named
 from diagnosis.verdict.weights import current
 
 MAX_APART: Final = 2
@@ -91,10 +92,11 @@ def conclude(incident: Incident) -> Verdict:
         return _weighed(found or [nothing(incident.trigger)], described)
     found = explained(ranked(found), logs)
     if not found:
-        return no_failure(logs, described)
+        healthy = no_failure(logs, described)
+        return with_named(healthy, nothing("no reading"), logs.logs)
     made_steps = any(log.progress_line is not None for log in logs.logs)
     found = [_once_and_again(one) if one.is_of_all or not made_steps else one for one in found]
-    return _with_target(_weighed(found, described))
+    return with_named(_with_target(_weighed(found, described)), ranked(found)[0], logs.logs)
 
 
 def _with_target(found: Verdict) -> Verdict:

@@ -225,8 +225,8 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
         "kind": verdict.kind,
         "domain": verdict.domain,
         "culprits": [
-            {key: value for key, value in (("node", one.node), ("gpu", one.gpu), ("rank", one.rank)) if value != ""}
-            for one in verdict.culprits
+            {key: one[key] for key in ("node", "gpu", "rank", "kind", "name") if one.get(key, "") != ""}
+            for one in ({"rank": None} | msgspec.to_builtins(culprit) for culprit in verdict.culprits)
         ],
         "confidence": verdict.confidence,
         "why": redact(verdict.why),

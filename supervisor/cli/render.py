@@ -383,7 +383,10 @@ def culprits_text(verdict: dict[str, Any] | None) -> str:
     """`node n7, rank 57, GPU 0000:c1:00; node n8`."""
     names = (("node", "node"), ("rank", "rank"), ("gpu", "GPU"))
     return "; ".join(
-        ", ".join(f"{name} {culprit[key]}" for key, name in names if culprit.get(key) not in (None, ""))
+        ", ".join(
+            [f"{name} {culprit[key]}" for key, name in names if culprit.get(key) not in (None, "")]
+            + ([f"{culprit['kind']} {culprit['name']}"] if culprit.get("name") else [])
+        )
         for culprit in (verdict or {}).get("culprits", [])
     )
 

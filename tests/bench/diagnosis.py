@@ -12,7 +12,7 @@ import re
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -65,7 +65,7 @@ class Guess(NamedTuple):
     confidence: float | None = None
     took_s: float = 0.0
     culprits: tuple[str, ...] = ()
-    """What it names: nodes, `rank 3`, GPUs."""
+    """What it names: nodes, `rank 3`, GPUs, `cpu 7`, files."""
 
 
 Guesser = Callable[[Labelled], Guess]
@@ -205,7 +205,13 @@ def ours(case: Labelled) -> Guess:
     named = tuple(
         name
         for one in verdict["culprits"]
-        for name in (one.get("node"), one.get("gpu"), f"rank {one['rank']}" if one.get("rank") is not None else "")
+        for name in (
+            one.get("node"),
+            one.get("gpu"),
+            f"rank {one['rank']}" if one.get("rank") is not None else "",
+            f"{one['kind']} {one['name']}" if one.get("name") else "",
+            one.get("name", "") if not one.get("name", "").isdigit() else "",
+        )
         if name
     )
     return Guess((verdict["failure_class"], *others), verdict["confidence"], took_s, named)
@@ -342,7 +348,10 @@ _GPU_FUNCTION: Final = re.compile(r"\.\d$")
 def names_same(wanted: str, name: str) -> bool:
     """Whether both name one node, rank or GPU: without domains, a GPU's function, and the word before a number."""
     one, other = (
-        _GPU_FUNCTION.sub("", text.lower().removeprefix("gpu ").removeprefix("rank ")) for text in (wanted, name)
+        _GPU_FUNCTION.sub(
+            "", text.lower().removeprefix("gpu ").removeprefix("cuda:").removeprefix("rank ").replace("#", " ")
+        )
+        for text in (wanted, name)
     )
     if one.isdigit() or other.isdigit():
         return one == other
@@ -350,13 +359,19 @@ def names_same(wanted: str, name: str) -> bool:
     return first == second or (":" in first and (second.endswith(first) or first.endswith(second)))
 
 
+def names_all(wanted: str, names: Collection[str]) -> bool:
+    """Whether each of `ranks 0 and 2` or `n1,n2` is named; of `GPU 3 on n1`, one of both."""
+    listed = [wanted] if "[" in wanted else re.split(r",\s*|\s+and\s+", wanted.removeprefix("ranks "))
+    told = [part for name in names for part in (name, *name.split(" on ")[1:])]
+    return all(any(names_same(one, name) for one in part.split(" on ") for name in told) for part in listed)
+
+
 def culprits(cases: Sequence[Labelled], guesses: Sequence[Guess]) -> dict[str, int]:
     """Of the cases whose label names a culprit: how many name it, another one, and none."""
     found = {"right": 0, "wrong": 0, "missing": 0}
     for case, guess in zip(cases, guesses, strict=True):
         if case.culprit:
-            same = any(names_same(case.culprit, name) for name in guess.culprits)
-            found["right" if same else "wrong" if guess.culprits else "missing"] += 1
+            found["right" if names_all(case.culprit, guess.culprits) else "wrong" if guess.culprits else "missing"] += 1
     return found
 
 
