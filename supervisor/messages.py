@@ -1064,7 +1064,7 @@ NoteValue = str | int | float | bool | tuple[str | int, ...] | None
 class Note(Frozen, frozen=True, kw_only=True, tag="note"):
     """A line of the job's story: for `timeline`, and for the user's terminal when `loud`.
 
-    `supervisor.notes` has the kinds, and makes the sentence.
+    `sentences.toml` has the kinds, and `supervisor.notes` makes the sentence.
     """
 
     kind: str = ""

@@ -24,7 +24,7 @@ from supervisor.controller import corrections
 from supervisor.controller.journal import Decided, History, Record, digest_of, read_history, steps
 from supervisor.job.advice import JobAdvice, advice_of, measured
 from supervisor.job.view import input_text, slow_text
-from supervisor.notes import repeats, same, tells, text_of
+from supervisor.notes import event_text, repeats, same, tells, text_of
 from supervisor.view import rfc3339, utc
 
 if TYPE_CHECKING:
@@ -287,132 +287,67 @@ _JUDGED = frozenset({"hang_suspected", "hang_confirmed", "silence_seen"})
 
 def tell(event: m.AnyEvent) -> tuple[str, bool]:
     """The event in a sentence, and whether it is a detail that most readers do not need."""
+    return event_text(event) or _tell(event)
+
+
+def _tell(event: m.AnyEvent) -> tuple[str, bool]:
+    """Those of which a template cannot tell."""
     match event:
-        case m.ControllerStarted():
-            return f"controller of epoch {event.epoch} started", False
         case m.JobDefined():
             return f"job {event.spec.name}: {' '.join(event.spec.command)[:200]}", False
-        case m.JobRequeued():
-            return f"the scheduler has started the job again (restart {event.requeues})", False
-        case m.NodeJoined(host=""):
-            return f"{event.node} is heard again", False
-        case m.NodeJoined():
-            return (
-                f"{event.node} joined from {event.host} ({event.address}){' as a spare' if event.spare else ''}",
-                False,
-            )
-        case m.NodeLost():
-            return f"{event.node} lost: silent for {event.silent_s:.1f} s", False
         case m.NodesLost():
             return f"{len(event.nodes)} nodes lost: silent for {event.silent_s:.1f} s", False
         case m.NodeQuiet():
             return f"{event.node} {'misses heartbeats' if event.silent_s else 'is heard again'}", True
-        case m.LauncherReady():
-            return f"launcher of {event.node} waits in rendezvous for attempt {event.attempt}", True
-        case m.PreparationFailed():
-            return f"{event.node} could not prepare attempt {event.attempt}: {event.error}", False
-        case m.WorkersStarted():
-            return f"attempt {event.attempt}: {_ranks(event.ranks)} started on {event.node}", False
         case m.Progressed():
-            step = "?" if event.step is None else event.step
-            if event.first:
-                return f"attempt {event.attempt}: step {step} is the first one seen", False
-            return f"attempt {event.attempt}: step {step}", True
-        case m.RankEnded():
-            return f"rank {event.exit.rank} on {event.node} {_ending(event)}", False
-        case m.RanksStopped():
-            return f"{_ranks(event.ranks)} on {event.node} ended by unbroken", True
-        case m.LauncherEnded():
-            return f"launcher of {event.node} ended: {event.how}", False
-        case _:
-            return _tell_more(event)
-
-
-def _tell_more(event: m.AnyEvent) -> tuple[str, bool]:
-    match event:
-        case m.EvidenceArrived():
-            found = event.evidence
+            told = f"attempt {event.attempt}: step {'?' if event.step is None else event.step}"
+            return (f"{told} is the first one seen", False) if event.first else (told, True)
+        case m.RankEnded(exit=end):
+            how = f"was killed by signal {end.signal}" if end.signal is not None else f"ended with code {end.code}"
+            return f"rank {end.rank} on {event.node} {how}{' (by unbroken)' if end.stopped_by_us else ''}", False
+        case m.EvidenceArrived(evidence=found):
             kind = "crash evidence" if found.request == 0 else f"evidence {found.request}"
             return f"{kind} of {found.node} arrived ({found.took_s:.2f} s to collect)", True
-        case m.FindingArrived():
-            finding = event.finding
-            return (
-                f"{event.node}: {finding.failure_class.value}: {finding.evidence.text}",
-                finding.severity == "warning",
-            )
-        case m.HangSuspected() | m.HangConfirmed() | m.SilenceSeen():
-            return f"{str(event.__struct_config__.tag).replace('_', ' ')}: {event.report.why}", False
-        case m.FindingsArrived():
-            finding, many = event.first, event.end - event.number
+        case m.FindingArrived(finding=finding):
+            text = f"{event.node}: {finding.failure_class.value}: {finding.evidence.text}"
+            return text, finding.severity == "warning"
+        case m.FindingsArrived(first=finding):
+            many = event.end - event.number
             text = f"{event.node}: {many} findings, the first {finding.failure_class.value}: {finding.evidence.text}"
             return text, all(one.severity == "warning" for one in event.findings)
-        case m.PaceLearned():
-            learned = ", ".join(f"{phase} {longest:.1f} s" for phase, longest in event.longest_s.items())
-            return f"longest pauses of a healthy run: {learned}", True
-        case m.CheckpointsSeen():
-            newest = event.checkpoints[0] if event.checkpoints else None
-            return f"checkpoint {newest.path}" if newest is not None else "no checkpoint", True
-        case m.StragglersSeen():
-            return slow_text(event) if event.ranks else "no rank slows the others down any more", True
-        case m.InputWaitSeen():
-            return input_text(event) if event.ranks else "the ranks wait for data no longer", True
-        case m.SpaceSeen():
-            return f"{event.node}: {'; '.join(event.full) or 'there is enough disk space'}", True
-        case m.NumbersSeen():
-            step = "" if event.step is None else f" at step {event.step}"
-            return f"the loss is {'NaN or infinite' if event.bad else 'a number again'}{step}", True
-        case m.LossSeen():
-            if event.alarm is None:
-                return "the loss is well again", True
-            since = "" if event.alarm.step is None else f" since step {event.alarm.step}"
-            return f"the loss of {rank_names(event.ranks)} has gone wrong ({event.alarm.kind}){since}", True
+        case m.LossSeen(alarm=alarm) if alarm is not None:
+            since = "" if alarm.step is None else f" since step {alarm.step}"
+            return f"the loss of {rank_names(event.ranks)} has gone wrong ({alarm.kind}){since}", True
         case m.ReplicasDiffer():
             who = f"not on {rank_names(event.odd)}" if event.odd else "on no majority of them"
             return f"replicas at step {event.step}: the same {who}", False
-        case m.SnapshotSeen():
-            return f"all ranks hold a snapshot of step {event.step}", True
-        case m.VersionsCompared():
-            return "; ".join(one.text for one in event.differences) or "all nodes are the same", True
-        case m.StopRequested():
-            return f"{event.signal} received on {event.node}", False
-        case m.NodeDone():
-            return f"{event.node} is done", True
-        case m.TimerFired():
-            return f"timer {event.timer}", True
-        case m.OperatorCommand():
-            words = [event.command, event.argument, f"({event.reason})" if event.reason else ""]
-            return f"{event.by or 'an operator'}: {' '.join(filter(None, words))}", False
-        case m.JournalStalled():
-            return f"the journal could not be written for {event.seconds:.0f} s", True
-        case m.JournalDamaged():
-            return f"the journal was damaged: {event.what}", False
-        case m.SchedulerAnswered():
-            return f"scheduler, request {event.number}: {event.outcome} {event.text}".rstrip(), True
-        case m.OpinionAsked():
-            return f"an operator has a model asked about {event.incident}", True
-        case m.OpinionArrived():
-            told = event.opinion.problem
-            return f"a model on {event.incident}: {told or event.opinion.failure_class.value}", True
-        case m.IncidentRecurred():
-            return f"{event.incident}: {'; '.join(one.text for one in event.recurrences) or 'no recurrence'}", True
         case _:
-            return str(event.__struct_config__.tag).replace("_", " "), True
+            return _detail(event), True
 
 
-def _ending(event: m.RankEnded) -> str:
-    end = event.exit
-    how = f"was killed by signal {end.signal}" if end.signal is not None else f"ended with code {end.code}"
-    return how + (" (by unbroken)" if end.stopped_by_us else "")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0 to 7`, `ranks 1, 4`."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    if len(ordered) > 2 and ordered[-1] - ordered[0] == len(ordered) - 1:
-        return f"ranks {ordered[0]} to {ordered[-1]}"
-    return "ranks " + ", ".join(map(str, ordered[:16])) + (" ..." if len(ordered) > 16 else "")
+def _detail(event: m.AnyEvent) -> str:
+    match event:
+        case m.PaceLearned():
+            learned = ", ".join(f"{phase} {longest:.1f} s" for phase, longest in event.longest_s.items())
+            return f"longest pauses of a healthy run: {learned}"
+        case m.CheckpointsSeen(checkpoints=seen):
+            return f"checkpoint {seen[0].path}" if seen else "no checkpoint"
+        case m.StragglersSeen():
+            return slow_text(event) if event.ranks else "no rank slows the others down any more"
+        case m.InputWaitSeen():
+            return input_text(event) if event.ranks else "the ranks wait for data no longer"
+        case m.SpaceSeen():
+            return f"{event.node}: {'; '.join(event.full) or 'there is enough disk space'}"
+        case m.LossSeen():
+            return "the loss is well again"
+        case m.VersionsCompared():
+            return "; ".join(one.text for one in event.differences) or "all nodes are the same"
+        case m.OpinionArrived(opinion=told):
+            return f"a model on {event.incident}: {told.problem or told.failure_class.value}"
+        case m.IncidentRecurred():
+            return f"{event.incident}: {'; '.join(one.text for one in event.recurrences) or 'no recurrence'}"
+        case _:
+            return str(event.__struct_config__.tag).replace("_", " ")
 
 
 # ----- replay -----

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import get_args
+
 import msgspec
 import pytest
 
-from supervisor.messages import Note
-from supervisor.notes import KINDS, note, repeats, same, tells, text_of
+from supervisor.messages import EVENT_TAGS, AnyEvent, Note
+from supervisor.notes import EVENTS, KINDS, note, repeats, same, tells, text_of
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -15,6 +18,15 @@ def test_every_kind_is_shown_whatever_its_arguments_are(kind: str) -> None:
         told = text_of(note(kind, incident="i-1", **arguments))
         assert "{" not in told
         assert "[" not in told
+
+
+def test_templates_of_events_name_fields_of_theirs() -> None:
+    fields = {str(one.__struct_config__.tag): set(one.__struct_fields__) for one in get_args(AnyEvent)}
+    for tag, kind in EVENTS.items():
+        assert set(re.findall(r"\{(\w+)|\[!?(\w+)\?", kind.text)) <= {("", one) for one in fields[tag]} | {
+            (one, "") for one in fields[tag]
+        }
+    assert {tag for kind in KINDS.values() for tag in (*kind.tells, *kind.repeats)} <= EVENT_TAGS
 
 
 def test_numbers_and_lists_are_formatted() -> None:
