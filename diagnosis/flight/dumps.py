@@ -596,17 +596,21 @@ def with_members(flight: RankFlight, members: Mapping[str, str]) -> RankFlight:
 
 def from_rank_flights(flights: Iterable[RankFlight]) -> list[RankDump]:
     """What agents sent, as dumps. Ranks that had nothing to send are left out: they may be well."""
-    return [_dump(flight) for flight in flights if flight.entries]
+    groups: dict[tuple[str, str, str], ProcessGroup] = {}  # ranks tell of the same ones: each is made once
+    return [_dump(flight, groups) for flight in flights if flight.entries]
 
 
-def _dump(flight: RankFlight) -> RankDump:
+def _dump(flight: RankFlight, groups: dict[tuple[str, str, str], ProcessGroup]) -> RankDump:
     channels: dict[tuple[str, str, bool], Channel] = {}
     dump = RankDump(rank=flight.rank, first_record=1, partial=True)
     for entry in flight.entries:
         key = (entry.group, entry.name, entry.p2p)
         channel = channels.get(key)
         if channel is None:
-            group = ProcessGroup(entry.name or entry.group, entry.desc, _members(entry.group))
+            named = (entry.name or entry.group, entry.desc, entry.group)
+            group = groups.get(named)
+            if group is None:
+                group = groups[named] = ProcessGroup(*named[:2], _members(entry.group))
             p2p = entry.p2p or peer_of(entry.op) is not None
             channel = channels[key] = Channel(group=group, p2p=p2p, pg_id=len(channels))
         made = comparable(Call(entry.op, entry.sizes, entry.outputs or entry.sizes, entry.dtypes))
@@ -622,7 +626,7 @@ def _dump(flight: RankFlight) -> RankDump:
         channel.states.append(state)
         dump.order.append(list(channels).index(key))
     dump.channels = tuple(channels.values())
-    dump.config = tuple(dict.fromkeys(one.group for one in dump.channels))
+    dump.config = tuple({id(one.group): one.group for one in dump.channels}.values())
     return dump
 
 

@@ -86,7 +86,7 @@ def build(picture: Picture, *, fronts_only: bool = False) -> Waits:
         node = _collectives(picture, group, waits, node, counted)
         if group.p2p:
             _point_to_point(picture, group, waits, counted)
-    _queued(picture, waits, fronts)
+    _queued(picture, waits, node, fronts)
     return waits
 
 
@@ -104,14 +104,15 @@ def _collectives(picture: Picture, group: Joined, waits: Waits, node: int, count
             waits.waiting.setdefault(one.rank, one)
         if not here:
             continue
-        wait = min(here, key=lambda one: one.since)
+        wait, done = min(here, key=lambda one: one.since), 0
         for member in group.members:
             if picture.absent(member) or group.enqueued(member) < step or at.get(member, step) < step:
                 waits.add(node, member)
                 waits.blame(member, wait)
-            elif at.get(member, step + 1) > step:
-                for one in here:
-                    waits.lagging[one.rank] += 1
+            else:
+                done += at.get(member, step + 1) > step
+        if done:
+            waits.lagging.update({one.rank: done for one in here})
         if node in waits.edges:
             for one in here:
                 waits.add(one.rank, node)
@@ -160,37 +161,47 @@ def _open(picture: Picture, group: Joined, rank: int, channel: Channel) -> dict[
     return found
 
 
-def _queued(picture: Picture, waits: Waits, fronts: dict[int, int]) -> None:
+def _queued(picture: Picture, waits: Waits, node: int, fronts: dict[int, int]) -> None:
     """Whose oldest open call all others have called, too: it waits for those that are still busy with an older one."""
+    stands: dict[int, tuple[int, int]] = {}
+    here: dict[tuple[int, int], list[Wait]] = {}
     for rank, at in fronts.items():
+        front, number = picture.dumps[rank].channels[at], picture.of[rank, at]
+        wait = Wait(rank, picture.groups[number], front.waits_at or 0, front.p2p, _since(front))
+        if not front.p2p:
+            stands[rank] = number, wait.seq
         if rank in waits.edges:
             continue
-        front, group = picture.dumps[rank].channels[at], picture.groups[picture.of[rank, at]]
-        wait = Wait(rank, group, front.waits_at or 0, front.p2p, _since(front))
-        for member in _partners(picture, group, rank, front):
-            there = fronts.get(member)
-            if there is None or (picture.of[member, there], *_front_key(picture, member, there, rank)) != (
-                picture.of[rank, at],
-                *_front_key(picture, rank, at, member),
-            ):
-                waits.add(rank, member)
-                waits.blame(member, wait)
+        if not front.p2p:
+            here.setdefault((number, wait.seq), []).append(wait)
+            continue
+        partner = _partner(picture, wait.group, rank, front)
+        if partner is not None and not picture.absent(partner) and not _meets(picture, fronts, partner, number, rank):
+            waits.add(rank, partner)
+            waits.blame(partner, wait)
+    called: dict[tuple[int, int], list[int]] = {}
+    for number in {number for number, _ in here}:
+        for member, channel in picture.groups[number].calls.items():
+            called.setdefault((number, channel.waits_at or 0), []).append(member)
+    for (number, step), waiting in here.items():
+        first = min(waiting, key=lambda one: one.since)
+        for member in called.get((number, step), ()):
+            if stands.get(member) != (number, step):
+                waits.add(node, member)
+                waits.blame(member, first)
+        if node in waits.edges:
+            for one in waiting:
+                waits.add(one.rank, node)
+            node += 1
 
 
-def _partners(picture: Picture, group: Joined, rank: int, front: Channel) -> list[int]:
-    """Those that have called the same and not completed it."""
-    if not front.p2p:
-        return [member for member, one in group.calls.items() if one.waits_at == front.waits_at and member != rank]
-    partner = _partner(picture, group, rank, front)
-    return [] if partner is None or picture.absent(partner) else [partner]
-
-
-def _front_key(picture: Picture, rank: int, at: int, other: int) -> tuple[bool, int]:
-    """Equal for two ranks that are in the same call: its number, or that each is the other's partner."""
-    channel = picture.dumps[rank].channels[at]
-    if not channel.p2p:
-        return False, channel.waits_at or 0
-    return True, int(_partner(picture, picture.groups[picture.of[rank, at]], rank, channel) == other)
+def _meets(picture: Picture, fronts: dict[int, int], partner: int, number: int, rank: int) -> bool:
+    """Whether the oldest open call of `partner` is the other end of that of `rank`."""
+    at = fronts.get(partner)
+    if at is None or picture.of[partner, at] != number:
+        return False
+    front = picture.dumps[partner].channels[at]
+    return front.p2p and _partner(picture, picture.groups[number], partner, front) == rank
 
 
 def _partner(picture: Picture, group: Joined, rank: int, channel: Channel) -> int | None:
@@ -348,14 +359,18 @@ def join(dumps: Iterable[RankDump]) -> Picture:
     """Puts them together. Of a rank that came twice the newest dump counts, of each backend."""
     problems: list[str] = []
     by_rank = _by_rank(dumps, problems)
-    world = {rank for dump in by_rank.values() for group in dump.config for rank in group.members} | set(by_rank)
+    listed = {id(group.members): group.members for dump in by_rank.values() for group in dump.config}
+    world = set(by_rank).union(*listed.values())
     everyone = tuple(sorted(world))[:MAX_RANKS]
     numbers: dict[ProcessGroup, int] = {}
     groups: list[Joined] = []
     of: dict[tuple[int, int], int] = {}
+    same: dict[int, int] = {}
     for rank, dump in by_rank.items():
         for at, channel in enumerate(dump.channels):
-            number = _number_of(channel.group, numbers, groups, everyone)
+            number = same.get(id(channel.group), -1)
+            if number < 0:  # the hash of a large group takes long
+                number = same[id(channel.group)] = _number_of(channel.group, numbers, groups, everyone)
             of[rank, at] = number
             known = groups[number].p2p if channel.p2p else groups[number].calls
             known.setdefault(rank, channel)

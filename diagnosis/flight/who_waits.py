@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 from diagnosis import stacks as stack_reading
@@ -21,6 +22,8 @@ MAX_NODES: Final = 24
 MAX_EDGES: Final = 48
 MAX_NAMED: Final = 64
 MAX_CALLS: Final = 4096
+MAX_DIFFERENT: Final = 64
+"""Different calls of one number that are told apart."""
 
 
 class WaitNode(Frozen, frozen=True, kw_only=True):
@@ -115,11 +118,10 @@ def _edges(
     groups: Sequence[_Group], keys: Sequence[tuple[bool, tuple[int, ...], tuple[int, ...]]], nodes: Sequence[WaitNode]
 ) -> tuple[WaitEdge, ...]:
     found: dict[tuple[int, int], WaitEdge] = {}
+    sources, targets = _memberships(key[1] for key in keys), _memberships(key[2] for key in keys)
     for number, group in enumerate(groups):
-        sources = [at for at, key in enumerate(keys) if number in key[1]]
-        targets = [at for at, key in enumerate(keys) if number in key[2]]
-        for source in sources:
-            for target in targets:
+        for source in sources.get(number, ()):
+            for target in targets.get(number, ()):
                 if source == target or (source, target) in found or len(found) >= MAX_EDGES:
                     continue
                 one = nodes[source].count == 1
@@ -166,7 +168,7 @@ def _disagreeing(picture: Picture) -> Iterable[_Group]:
                 called[channel.seqs[channel.pending]][channel.calls[channel.pending]].append(rank)
         for seq, by_call in called.items():
             everyone = frozenset(rank for ranks in by_call.values() for rank in ranks)
-            for ranks in by_call.values() if len(by_call) > 1 else ():
+            for ranks in islice(by_call.values(), MAX_DIFFERENT) if len(by_call) > 1 else ():
                 call = _call(picture, Wait(ranks[0], group, seq, False))
                 yield _Group(frozenset(ranks), everyone - frozenset(ranks), call)
 

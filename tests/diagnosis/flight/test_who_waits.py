@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from diagnosis.flight import waits
+from diagnosis.flight.dumps import from_rank_flights
 from diagnosis.flight.who_waits import MAX_EDGES, MAX_NODES, who_waits
 from diagnosis.incident import HangReport
 from diagnosis.signals import CollectiveEntry, Frame, RankFlight, RankStack
@@ -83,3 +85,34 @@ def test_many_groups_are_cut_off_and_counted() -> None:
     assert len(graph.edges) <= MAX_EDGES
     assert graph.left_out + sum(one.count for one in graph.nodes) == 401 - graph.unseen
     assert graph.nodes[0].suspect
+
+
+def test_the_graph_grows_with_the_ranks_and_not_with_their_pairs() -> None:
+    """A call is a node: its ranks are not joined with each of those that they wait for."""
+
+    def edges(count: int) -> int:
+        world, busy = f"[0-{count - 1}:1]", f"[0-{count // 2 - 1}:1]"
+        flights = [
+            RankFlight(
+                rank=rank,
+                entries=(
+                    *[CollectiveEntry(group=busy, name="1", desc="half", seq=4, op="x:barrier")] * (rank < count // 2),
+                    CollectiveEntry(group=world, name="0", desc="default_pg", seq=9, op="x:all_reduce"),
+                ),
+            )
+            for rank in range(count)
+        ]
+        graph = who_waits(flights, [], None, set(), world=count)
+        assert graph is not None
+        assert [one.count for one in graph.nodes] == [count // 2, count // 2]
+        return sum(map(len, waits.build(waits.join(from_rank_flights(flights)), fronts_only=True).edges.values()))
+
+    assert edges(256) == 2 * edges(128)
+
+
+def test_calls_that_all_differ_are_told_apart_up_to_a_bound() -> None:
+    flights = [flight(rank, "[0-299:1]", 9, op=f"op{rank}") for rank in range(300)]
+    graph = who_waits(flights, [], None, {7}, world=300)
+    assert graph is not None
+    assert graph.left_out + sum(one.count for one in graph.nodes) == 300
+    assert graph.nodes[0].ranks == (7,)
