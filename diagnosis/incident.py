@@ -276,6 +276,38 @@ class HangReport(Frozen, frozen=True, kw_only=True):
     """`device`: one slow step without progress was enough, and no stacks are waited for."""
 
 
+class WaitNode(Frozen, frozen=True, kw_only=True):
+    """Ranks that wait for the same ranks, and are waited for by the same."""
+
+    count: int
+    ranks: tuple[int, ...] = ()
+    """The first 64 of them, as far as they are known."""
+    suspect: bool = False
+    """The verdict names them."""
+    place: str = ""
+    """Where the first of them is, by its stack."""
+
+
+class WaitEdge(Frozen, frozen=True, kw_only=True):
+    waiting: int
+    """Index of the node that waits."""
+    waited: int
+    """Index of the node that is waited for."""
+    call: str
+    text: str
+    """`4,095 ranks wait for rank 17 in all_reduce 1034 of default_pg`."""
+
+
+class WaitGraph(Frozen, frozen=True, kw_only=True):
+    nodes: tuple[WaitNode, ...]
+    """The suspects first."""
+    edges: tuple[WaitEdge, ...]
+    left_out: int = 0
+    """Ranks in smaller groups that are not drawn."""
+    unseen: int = 0
+    """Ranks of the job of which nothing is known here: not all nodes are asked."""
+
+
 class Incident(Frozen, frozen=True, kw_only=True):
     """All evidence of one failure, live or from old logs: the input of `triage.conclude`. Its builder bounds it."""
 

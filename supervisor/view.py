@@ -10,8 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from diagnosis.flight.who_waits import WaitGraph
-from diagnosis.incident import Opinion, Verdict
+from diagnosis.incident import Opinion, Verdict, WaitGraph
 from diagnosis.signals import Frozen
 from recovery.checkpoint import Judgement, RankLayout, Resume
 from recovery.incident_memory import Correction, Recurrence

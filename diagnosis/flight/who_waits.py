@@ -15,8 +15,8 @@ from diagnosis import stacks as stack_reading
 from diagnosis.flight import waits
 from diagnosis.flight.dumps import Call, from_rank_flights
 from diagnosis.flight.waits import Picture, Wait, join
-from diagnosis.incident import HangReport
-from diagnosis.signals import Frozen, RankFlight, RankStack, rank_names
+from diagnosis.incident import HangReport, WaitEdge, WaitGraph, WaitNode
+from diagnosis.signals import RankFlight, RankStack, rank_names
 
 MAX_NODES: Final = 24
 MAX_EDGES: Final = 48
@@ -24,38 +24,6 @@ MAX_NAMED: Final = 64
 MAX_CALLS: Final = 4096
 MAX_DIFFERENT: Final = 64
 """Different calls of one number that are told apart."""
-
-
-class WaitNode(Frozen, frozen=True, kw_only=True):
-    """Ranks that wait for the same ranks, and are waited for by the same."""
-
-    count: int
-    ranks: tuple[int, ...] = ()
-    """The first 64 of them, as far as they are known."""
-    suspect: bool = False
-    """The verdict names them."""
-    place: str = ""
-    """Where the first of them is, by its stack."""
-
-
-class WaitEdge(Frozen, frozen=True, kw_only=True):
-    waiting: int
-    """Index of the node that waits."""
-    waited: int
-    """Index of the node that is waited for."""
-    call: str
-    text: str
-    """`4,095 ranks wait for rank 17 in all_reduce 1034 of default_pg`."""
-
-
-class WaitGraph(Frozen, frozen=True, kw_only=True):
-    nodes: tuple[WaitNode, ...]
-    """The suspects first."""
-    edges: tuple[WaitEdge, ...]
-    left_out: int = 0
-    """Ranks in smaller groups that are not drawn."""
-    unseen: int = 0
-    """Ranks of the job of which nothing is known here: not all nodes are asked."""
 
 
 class _Group(NamedTuple):

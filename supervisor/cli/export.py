@@ -11,13 +11,12 @@ import secrets
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
 
 from diagnosis.taxonomy import FailureClass
-from recovery.anonymize import Anonymizer
 from recovery.incident_memory import ClosedIncident
 from supervisor import config
 from supervisor.cli.nodes import answered
@@ -25,6 +24,9 @@ from supervisor.cli.output import print_answer, warn
 from supervisor.errors import UnbrokenError
 from supervisor.paths import JOBS
 from supervisor.view import utc
+
+if TYPE_CHECKING:
+    from recovery.anonymize import Anonymizer
 
 DATA, ABOUT = "incidents.jsonl", "croissant.json"
 SALT_BYTES: Final = 32
@@ -144,6 +146,8 @@ def row_of(one: ClosedIncident) -> dict[str, Any]:
 
 def anonymized(found: Iterable[ClosedIncident], salt: bytes) -> list[dict[str, Any]]:
     """All of them are read for names first: what is one in one incident is one in all."""
+    from recovery.anonymize import Anonymizer  # only who exports pays for it
+
     hide, found = Anonymizer(salt), list(found)
     for one in found:
         for text in (one.what, one.why, *one.evidence, one.plan, one.outcome, *(each.note for each in one.corrections)):

@@ -24,8 +24,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from diagnosis.flight.who_waits import WaitGraph, who_waits
-from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict
+from diagnosis.flight.who_waits import who_waits
+from diagnosis.incident import Culprit, HangReport, Incident, Opinion, Verdict, WaitGraph
 from diagnosis.signals import Evidence, Finding, NodeEvidence, rank_names
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from recovery import policy
