@@ -8,6 +8,7 @@
     │   └── TreeNotFound            there is no captured tree to look at
     ├── ActiveTestsImpossible       no active test can be made on this node, or with these
     ├── JobNotFound                 there is no such job folder, journal or incident
+    │   └── JobStarting             it begins: there is no journal yet
     ├── TraceUnreadable             a trace cannot be read, or is none (diagnose.traces)
     ├── RuleNotFound                no proposed rule of this name waits
     ├── RequestUntrusted            a request to drain this node may be somebody else's work
@@ -131,6 +132,10 @@ class JobNotFound(UnbrokenError):
     """There is no such job or incident. The text says what to do."""
 
     exit_code = ExitCode.NOT_FOUND
+
+
+class JobStarting(JobNotFound):
+    """`unbroken run` has begun this job, and there is no journal yet. The text says since when."""
 
 
 class RuleNotFound(UnbrokenError):

@@ -85,6 +85,8 @@ class JobSpec(Frozen, frozen=True, kw_only=True):
     """A node with one bad GPU may go on with the others, where no spare can take its place."""
     test_suspects: bool = False
     """Nodes that a verdict suspects without proof are tested before the restart. (Journals of before have none.)"""
+    on_gpus: bool = False
+    """The first node had a GPU for each of its ranks. False also where that is not known: people are told of ranks."""
 
 
 class StoreOffer(Frozen, frozen=True, kw_only=True):

@@ -368,6 +368,8 @@ class JobView(Frozen, frozen=True, kw_only=True, omit_defaults=False):
     """That it waits for an operator's decision, since and until when."""
     waiting: str
     """What the job waits for (nodes, back-off, approval, an operator), in words; empty when for nothing."""
+    forming: str | msgspec.UnsetType = msgspec.UNSET
+    """What an attempt waits for while it starts, and since when, in words; only then."""
     mode: Mode
     epoch: int
     attempt: int

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from supervisor.cli.render import about, long_time, new_table, seconds, show, two_digits
+from supervisor.cli.render import about, long_time, new_table, rank_or_gpu, seconds, show, two_digits
 
 
 def advice(answer: dict[str, Any]) -> None:
@@ -20,14 +20,14 @@ def advice(answer: dict[str, Any]) -> None:
     if told is None or told["is_hopeless"]:
         show(*parts, Text("no advice", style="bold"))
         return
-    change = change_text(told, figures) if answer["enough"] else _guess(told, figures)
-    show(*parts, Text(change, style="bold"), Text(""), *_spares(told, figures))
+    change = change_text(told, figures, rank_or_gpu(seen)) if answer["enough"] else _guess(told, figures)
+    show(*parts, Text(change, style="bold"), Text(""), *_spares(told, figures, rank_or_gpu(seen)))
 
 
 def _seen(job: str, seen: dict[str, Any]) -> Iterable[str]:
     """What a job has measured, a line for each kind."""
     ettr = "" if seen["ettr"] is None else f", ETTR {seen['ettr']:.3f}"
-    size = f"{_many(seen['nodes'], 'node')}, {_many(seen['gpus'], 'GPU')}"
+    size = f"{_many(seen['nodes'], 'node')}, {_many(seen['gpus'], rank_or_gpu(seen))}"
     yield f"job {job}: {size}, trained for {long_time(seen['trained_s'])}{ettr}"
     node_days = seen["nodes"] * seen["trained_s"] / 86_400.0
     yield f"failures: {_counts(seen['failures'])} in {node_days:.3g} node-days"
@@ -94,7 +94,7 @@ def _guess(told: dict[str, Any], figures: dict[str, Any]) -> str:
 SMALL_GAIN = 0.0005
 
 
-def change_text(told: dict[str, Any], figures: dict[str, Any]) -> str:
+def change_text(told: dict[str, Any], figures: dict[str, Any], unit: str) -> str:
     """What to change, in a sentence."""
     best = about(told["interval_s"])
     if told["gain"] is None:
@@ -102,15 +102,14 @@ def change_text(told: dict[str, Any], figures: dict[str, Any]) -> str:
     now, useful = about(figures["interval_s"]), f"{told['ettr_now']:.1%} now, {told['ettr_advised']:.1%} then"
     if told["gain"] < SMALL_GAIN:
         return f"the interval is good as it is: {now}; {best} would gain less than 0.05 % ({useful})"
-    hours = f", {told['gpu_hours_a_day']:,.3g} GPU-hours a day" if figures["gpus"] else ""
+    hours = f", {told['gpu_hours_a_day']:,.3g} {unit}-hours a day" if figures["gpus"] else ""
     change = f"save every {best} instead of {now}: +{told['gain']:.1%} useful time ({useful}){hours}"
     return change if told["gain_low"] > 0.0 else f"{change}; at one end of the range it would gain nothing"
 
 
-def _spares(told: dict[str, Any], figures: dict[str, Any]) -> list[RenderableType]:
-    table = new_table(
-        "spares", "time lost waiting for a node", "GPU-hours a day lost", "GPU-hours a day of idle spares"
-    )
+def _spares(told: dict[str, Any], figures: dict[str, Any], unit: str) -> list[RenderableType]:
+    hours = f"{unit}-hours a day"
+    table = new_table("spares", "time lost waiting for a node", f"{hours} lost", f"{hours} of idle spares")
     each = figures["gpus"] / figures["nodes"]
     for row in told["spares"]:
         lost, idle = 24.0 * figures["gpus"] * row["waits"], 24.0 * each * row["spares"]

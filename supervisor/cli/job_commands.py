@@ -31,6 +31,7 @@ from supervisor.errors import (
     ControllerUnusable,
     ExitCode,
     JobNotFound,
+    JobStarting,
     LaunchRefused,
     RuleNotFound,
     UnbrokenError,
@@ -41,6 +42,7 @@ from supervisor.view import utc
 if TYPE_CHECKING:
     from supervisor.controller.client import ControllerClient
 
+START_LOOK_S = 0.2
 ASK_PATIENCE_S = 150.0
 """How long `why --ask` waits for a model."""
 
@@ -79,6 +81,56 @@ def job_options_later(command: Callable[..., None]) -> Callable[..., None]:
     return with_options(command, JOB_OPTIONS)
 
 
+def job_options_waiting(command: Callable[..., None]) -> Callable[..., None]:
+    """The same options, of a command that goes on looking: one given with `unbroken run` waits until the job begins."""
+
+    @functools.wraps(command)
+    def found(job_dir: str, slurm_job: str, address: str, token_file: str, **others: Any) -> None:
+        told = ""
+        while True:
+            try:
+                job = JobHandle(job_dir, address, token_file, slurm_job)
+                break
+            except JobStarting as error:
+                if str(error) != told:
+                    told = str(error)
+                    warn(told)
+            time.sleep(START_LOOK_S)
+        command(job, **others)
+
+    return with_options(found, JOB_OPTIONS)
+
+
+def starting(job_dir: str, cwd: Path) -> str:
+    """That `unbroken run` has just begun the job of this name, or the newest of this user, in words; empty: it has not.
+
+    It holds the lease of a folder without a journal: its controller has not begun to write.
+    """
+    from supervisor.files import Here, start_time
+    from supervisor.paths import JOBS
+    from supervisor.run.lease import DEAD_S, lease_path, lease_state, newest_lease, read_lease, who_holds
+
+    root = cwd / JOBS
+    try:
+        folders = [cwd / job_dir, root / job_dir] if job_dir else list(root.iterdir())
+    except OSError:
+        return ""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            if not job_dir and folder.stat().st_uid != os.geteuid():
+                continue
+            number = newest_lease(folder)
+            holder = read_lease(lease_path(folder, number)) if number else None
+            if holder is None or any(folder.glob("journal.*.jsonl")):
+                continue
+            renewed_s = time.time() - lease_path(folder, number).stat().st_mtime
+            state = lease_state(holder, holder, Here.find(), start_time)
+            if state == "lives" or (state == "unknown" and renewed_s < DEAD_S):
+                wait = "it waits for its controller to begin the journal"
+                return f"job {folder.name} is starting ({who_holds(holder)}): {wait}"
+    return ""
+
+
 class JobHandle:
     """The job that a command is about: where its folder is, and how to ask its controller."""
 
@@ -95,6 +147,8 @@ class JobHandle:
         """Nobody named a job, so this is the newest one here."""
         if self._address and self._token_file and not (job_dir or slurm_job):
             return
+        if told := starting(job_dir or slurm_job or settings.run.job_dir, Path.cwd()):
+            raise JobStarting(told)
         if slurm_job:
             self.folder = find_slurm_job(slurm_job, Path.cwd())
         else:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from supervisor.cli.job_commands import JobHandle, job_options, send, status_from_journal
+from supervisor.cli.job_commands import JobHandle, job_options, job_options_waiting, send, status_from_journal
 from supervisor.cli.output import operator_name, print_answer, warn, writing
 from supervisor.config import read_plan
 from supervisor.errors import ControllerUnreachable, JobNotFound, UnbrokenError
@@ -189,7 +189,7 @@ def _print_files(answer: dict[str, Any]) -> None:
 
 
 @click.command()
-@job_options
+@job_options_waiting
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of 127.0.0.1.  [a free one]")
 def page(job: JobHandle, as_json: bool, port: int) -> None:
     """Show the job as a page in a browser, until Ctrl-C.
@@ -221,7 +221,7 @@ def page(job: JobHandle, as_json: bool, port: int) -> None:
 
 
 @click.command()
-@job_options
+@job_options_waiting
 @click.option("--every", type=click.FloatRange(0.2), default=0.2, help="Seconds between updates.  [0.2]")
 def watch(job: JobHandle, as_json: bool, every: float) -> None:
     """Show the job, live, until it ends.

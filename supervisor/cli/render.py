@@ -226,8 +226,8 @@ def _status_parts(answer: dict[str, Any]) -> list[RenderableType]:
     )
     parts: list[RenderableType] = [head]
     parts += standstill(answer)
-    if answer["waiting"]:
-        parts.append(Text(f"waits for: {answer['waiting']}"))
+    if waits := answer["waiting"] or answer.get("forming"):
+        parts.append(Text(f"waits for: {waits}"))
     if answer.get("ends_at") and not answer["outcome"]:
         parts.append(Text(f"time limit: {_limit(answer['ends_at'])}"))
     if answer["pause"] and not answer["outcome"]:
@@ -350,12 +350,17 @@ def ranges(numbers: Iterable[int], most: int | None = None) -> str:
     return f"{text}, ..." if most is not None and len(spans) > most else text
 
 
+def rank_or_gpu(seen: dict[str, Any] | None) -> str:
+    """Whose hours are counted: a rank's, unless each has a GPU of its own. None: a plan without a job."""
+    return "GPU" if seen is None or seen.get("on_gpus") else "rank"
+
+
 # ----- lengths of time -----
 
 
 def advised(told: dict[str, Any]) -> str:
     """The line of `status`."""
-    hours = f", {told['gpu_hours_a_day']:,.3g} GPU-hours a day" if told["gpu_hours_a_day"] else ""
+    hours = f", {told['gpu_hours_a_day']:,.3g} {rank_or_gpu(told)}-hours a day" if told["gpu_hours_a_day"] else ""
     change = f"save every {about(told['interval_s'])} instead of {about(told['interval_now_s'])}"
     return f"advice: {change}: +{told['gain']:.1%} useful time{hours} (`unbroken advise`)"
 

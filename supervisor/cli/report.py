@@ -73,7 +73,7 @@ def _curve(job: JobHandle) -> dict[str, Any]:
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One job or many. Times of all jobs are added up by GPU, so that a large job counts for what it costs."""
+    """One job or many. Times of all jobs are added up by rank, so that a large job counts for what it costs."""
     jobs = [_job(**one) for one in found]
     hours: dict[str, float] = defaultdict(float)
     for job in jobs:
@@ -86,6 +86,7 @@ def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "schema": 1,
         "jobs": jobs,
         "gpu_hours": gpu_hours,
+        "on_gpus": all(job["on_gpus"] for job in jobs),
         "ettr": hours[TRAINING] / gpu_hours if gpu_hours else None,
         "shares": {name: hours[name] / gpu_hours for name in sorted(hours, key=lambda name: -hours[name])}
         if gpu_hours
@@ -115,6 +116,7 @@ def _job(
     return {field: status[field] for field in fields} | {
         "nodes": seen["nodes"],
         "gpus": seen["gpus"],
+        "on_gpus": seen.get("on_gpus", False),
         "wall_s": wall_s,
         "gpu_hours": seen["gpus"] * wall_s / 3600.0,
         "node_days": seen["nodes"] * seen["trained_s"] / DAY_S,
@@ -178,16 +180,17 @@ class ReportPart(NamedTuple):
 def parts(answer: dict[str, Any]) -> Iterable[ReportPart]:
     """What the report says, whatever its form."""
     from supervisor.cli import report_plots
-    from supervisor.cli.render import clock, culprits_text, seconds
+    from supervisor.cli.render import clock, culprits_text, rank_or_gpu, seconds
 
+    unit = rank_or_gpu(answer)
     jobs = answer["jobs"]
     names = ", ".join(job["name"] for job in jobs) if len(jobs) < 4 else f"{len(jobs)} jobs"
     ettr = "not known" if answer["ettr"] is None else f"{answer['ettr']:.1%}"
-    lines = [f"ETTR {ettr} of {answer['gpu_hours']:,.2f} GPU-hours. {_failures(answer)}"]
+    lines = [f"ETTR {ettr} of {answer['gpu_hours']:,.2f} {unit}-hours. {_failures(answer)}"]
     yield ReportPart(f"Report: {names}", lines)
     rows: list[tuple[str, ...]]
     rows = [(name, f"{share:.2%}", _figure(share * answer["gpu_hours"])) for name, share in answer["shares"].items()]
-    columns: tuple[str, ...] = ("what", "share", "GPU-hours")
+    columns: tuple[str, ...] = ("what", "share", f"{unit}-hours")
     yield ReportPart("Where the time went", (), columns, rows, report_plots.where_time_went)
     rows = [
         (row["class"], str(row["count"]), seconds(row["lost_s"]), seconds(row["median_down_s"]))
@@ -200,7 +203,7 @@ def parts(answer: dict[str, Any]) -> Iterable[ReportPart]:
         seen = f"{answer['failures']} in {answer['node_days']:.3g} node-days"
         columns = ("failures", "in 1,000 node-days", "90 % sure")
         yield ReportPart("Failure rate", (), columns, [(seen, likely, f"{low} to {high}")])
-    columns = ("job", "state", "started", "nodes", "GPUs", "wall time", "step", "restarts", "lost", "ETTR")
+    columns = ("job", "state", "started", "nodes", f"{unit}s", "wall time", "step", "restarts", "lost", "ETTR")
     rows = [
         (
             *(job["name"], job["state"], clock(job["started_at"])[:19], str(job["nodes"]), str(job["gpus"])),
@@ -241,10 +244,11 @@ def _figure(value: float) -> str:
 
 def _advised(job: dict[str, Any]) -> Iterable[str]:
     from supervisor.cli.advice_text import change_text, spares_text
+    from supervisor.cli.render import rank_or_gpu
 
     told, figures = job["advice"]["advice"], job["advice"]["figures"]
     if told is not None and job["advice"]["enough"] and not told["is_hopeless"]:
-        yield f"{job['name']}: {change_text(told, figures)}."
+        yield f"{job['name']}: {change_text(told, figures, rank_or_gpu(job))}."
         yield f"{job['name']}: {spares_text(told, figures)}."
     else:
         lacks = "; ".join(job["advice"]["lacks"]) or "too little was seen"

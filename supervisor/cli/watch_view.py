@@ -111,8 +111,8 @@ def _head(answer: dict[str, Any], pace: StepRate) -> Iterable[RenderableType]:
         yield _text(f"ended: {answer['outcome']['line']} (exit code {answer['outcome']['exit_code']})")
     elif answer["controller"] is None or answer["controller"]["journal"] != "ok":
         yield _text(controller_text(answer), "yellow")
-    if answer["waiting"]:
-        yield _text(f"waits for: {answer['waiting']}", "yellow")
+    if waits := answer["waiting"] or answer.get("forming"):
+        yield _text(f"waits for: {waits}", "yellow")
     if answer["pause"] and not answer["outcome"]:
         yield _text(f"paused since {clock(answer['pause']['at'])[:19]}: nothing is done about failures", "yellow")
     yield from (_text(part.plain, str(part.style)) for part in standstill(answer))

@@ -1,8 +1,8 @@
 """Messages to people, without Alertmanager: to a webhook that takes Slack's form, by mail, or by a program.
 
 What the job tells loudly goes out, grouped by incident, and never more often than a person can read. Nothing waits for
-it: a service that does not answer costs a message, not a recovery. The webhook's address is a secret: no log has it.
-A dead man's switch is told every minute that the controller lives: whoever misses that knows that it does not.
+it: a service that does not answer gets its messages late, and costs no recovery. The webhook's address is a secret: no
+log has it. A dead man's switch is told each minute that the controller lives: who misses that knows that it does not.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import subprocess
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from http.client import RemoteDisconnected
 from pathlib import Path
 from typing import Final, NamedTuple
+from urllib.error import URLError
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
@@ -36,6 +38,7 @@ from supervisor.blocking import BlockingCalls
 from supervisor.config import ALIVE, MAIL, WEB, NotifySettings
 from supervisor.errors import ConfigError
 from supervisor.notes import text_of
+from supervisor.view import utc
 
 log = logging.getLogger("unbroken.controller")
 
@@ -50,12 +53,25 @@ LINES: Final = 20
 LINE_CHARS: Final = 500
 GROUPS: Final = 100
 TRIES_S: Final = (0.0, 2.0, 15.0)
-DEADLINE_S: Final = 15.0
+"""From one try to the next of a message that could not be sent,"""
+LATER_S: Final = (60.0, 300.0, 900.0, 3600.0)
+"""and then, the last again and again."""
+KEPT_S: Final = 86400.0
+REFUSED: Final = (400, 413, 422)
+"""Answers of a webhook that will not take this message later either."""
+PERHAPS_MOST: Final = 3
+"""A message that was sent so often, each time without an answer, is given up: it may have come each time."""
+SERVICE_S: Final = 12.0
+"""A service, or a program, has so long to answer,"""
+DEADLINE_S: Final = 60.0
+"""and a try takes so long at most, with the search for its name."""
 LOOK_S: Final = 0.25
 LAST_S: Final = 3.0
 """So long the controller's end waits for the last message."""
 ALIVE_EVERY_S: Final = 60.0
 SUBJECT_CHARS: Final = 120
+_NO_ANSWER: Final = (ConnectionResetError, BrokenPipeError, RemoteDisconnected, subprocess.TimeoutExpired)
+"""It was sent, and may have been delivered. (Who was not reached at all is an URLError.)"""
 _PERSON: Final = re.compile(r"[\w.+%][\w.+%-]*@[\w.-]+", re.ASCII)
 
 
@@ -138,34 +154,90 @@ class Outbox:
         return Message(job=self._job, incident=incident, lines=tuple(lines), left_out=left_out)
 
 
+class Kept(NamedTuple):
+    """A message that waits for its recipient, and since when (Unix time)."""
+
+    at: float
+    message: Message
+
+
+def late(kept: Sequence[Kept], lost: int) -> Message:
+    """One message for all that could not be sent before. `lost`: messages that were not kept."""
+    newest = kept[-1].message
+    told = [f"{utc(at):%H:%M} UTC: {line}" for at, one in kept for line in one.lines]
+    since = f"{utc(kept[0].at):%Y-%m-%d %H:%M} UTC"
+    return Message(
+        job=newest.job,
+        incident=newest.incident if len({one.incident for _, one in kept}) == 1 else "",
+        lines=(f"late, for it could not be delivered since {since}:", *told[-LINES:]),
+        left_out=lost + max(0, len(told) - LINES) + sum(one.left_out for _, one in kept),
+    )
+
+
 class Recipient:
-    """One address, and what waits for it: one that does not answer holds no other up."""
+    """One address, and what waits for it: one that does not answer holds no other up.
+
+    What could not be sent is kept for a day, and sent in one message when the address answers again. A duplicate is
+    worse than a late message: one that may have come, although no answer did, is sent again a few times only, and late.
+    """
 
     def __init__(self, to: str) -> None:
-        self.waiting: deque[Message] = deque(maxlen=GROUPS)
+        self.waiting: deque[Kept] = deque()
         self._send = sender(to)
         self._shown = shown(to)
         self._calls = BlockingCalls("notify", most=2)  # the last message does not wait for one that hangs
         self._problem = ""
+        self._is_refused = False
+        self._failed = 0
+        """Tries in a row."""
+        self._perhaps = 0
+        """Of them, those that may have delivered it."""
+        self._lost = 0
 
-    async def deliver(self, tries: tuple[float, ...] = TRIES_S, deadline_s: float = DEADLINE_S) -> None:
-        """Send what waits. One that is cut off in the middle of it is sent again."""
+    def add(self, message: Message, now: float) -> None:
+        self.waiting.append(Kept(now, message))
+        while len(self.waiting) > GROUPS or now - self.waiting[0].at > KEPT_S:
+            self.waiting.popleft()
+            self._lost += 1
+
+    async def deliver(self) -> None:
+        """Send what waits, however long it takes. One that is cut off in the middle of it is sent again."""
+        waits_s = (*TRIES_S, *LATER_S)
         while self.waiting:
-            message = self.waiting[0]
-            for wait_s in tries:
-                await asyncio.sleep(wait_s)
-                if await self.tell(message, deadline_s):
-                    break
-            if self.waiting and self.waiting[0] is message:
+            await asyncio.sleep(waits_s[min(self._failed, len(waits_s) - 1)])
+            await self.send_once()
+
+    async def send_once(self, deadline_s: float = DEADLINE_S) -> bool:
+        """Try to send the oldest; all together where that has failed for a while."""
+        is_late = self._failed >= len(TRIES_S)
+        kept = list(self.waiting) if is_late else [self.waiting[0]]
+        message = late(kept, self._lost) if is_late else kept[0].message
+        sent = await self.tell(message, deadline_s)
+        self._failed = 0 if sent else self._failed + 1
+        if sent or self._perhaps >= PERHAPS_MOST or (self._is_refused and self._failed >= len(TRIES_S)):
+            self._perhaps = 0
+            self._lost = 0 if is_late else self._lost
+            while self.waiting and any(self.waiting[0] is one for one in kept):
                 self.waiting.popleft()
+        return sent
+
+    async def send_all(self, deadline_s: float) -> None:
+        """Each once, for there is no later."""
+        for _ in range(len(self.waiting)):
+            if self.waiting and not await self.send_once(deadline_s):
+                self.waiting.rotate(-1)  # the others have their turn
 
     async def tell(self, message: Message | LifeSign, deadline_s: float = DEADLINE_S) -> bool:
+        self._is_refused = False
         try:
             await self._calls.run(lambda: self._send(message), deadline_s)
-        except asyncio.TimeoutError:
-            problem = "it does not answer"
-        except Exception as error:  # of the network, of the command, of the service's answer
-            problem = _reason(error)
+        except Exception as error:  # of the network, of the command, of the service's answer; or its time is up
+            is_late = isinstance(error, (asyncio.TimeoutError, TimeoutError))
+            problem = "it does not answer" if is_late else _reason(error)
+            if is_late or isinstance(error, _NO_ANSWER):
+                self._perhaps += 1
+                self._failed = max(self._failed, len(TRIES_S) - 1)
+            self._is_refused = getattr(error, "code", None) in REFUSED
         else:
             problem = ""
         if problem != self._problem:
@@ -199,7 +271,7 @@ class Notifier:
             await asyncio.sleep(LOOK_S)
             for message in self._outbox.due(time.monotonic()):
                 for one in self._people:
-                    one.waiting.append(message)
+                    one.add(message, time.time())
 
     async def _keep_sending(self, one: Recipient) -> None:
         while True:
@@ -213,11 +285,11 @@ class Notifier:
 
     async def stop(self) -> None:
         """The last message says how the job ended: it is tried once, for a short while."""
-        last = list(self._outbox.last(self._end, time.monotonic()))
-        for one in self._people:
-            one.waiting.extend(last)
+        for message in self._outbox.last(self._end, time.monotonic()):
+            for one in self._people:
+                one.add(message, time.time())
         ended = LifeSign(job=self._job, text=f"{self._job}: {self._end or 'its controller ends'}", alive=False)
-        calls = [one.deliver((0.0,), LAST_S) for one in self._people]
+        calls = [one.send_all(LAST_S) for one in self._people]
         calls += [self._tell_last(one, ended) for one in self._switches]
         if calls:
             await asyncio.wait([asyncio.ensure_future(call) for call in calls], timeout=LAST_S)
@@ -282,12 +354,12 @@ def check_notify(settings: NotifySettings) -> Iterator[str]:
 
 def _run(argv: list[str], data: bytes) -> None:
     silent = subprocess.DEVNULL
-    subprocess.run(argv, input=data, stdout=silent, stderr=silent, timeout=DEADLINE_S, check=True)
+    subprocess.run(argv, input=data, stdout=silent, stderr=silent, timeout=SERVICE_S, check=True)
 
 
 def post(address: str, body: bytes) -> None:
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+    with urllib.request.urlopen(request, timeout=SERVICE_S) as answer:
         answer.read(1024)
 
 
@@ -332,7 +404,11 @@ def mail(address: MailAddress, message: Message | LifeSign) -> None:
         return
     host, _, port = address.server.partition(":")
     letter["From"] = sender_name = f"{getpass.getuser()}@{socket.gethostname()}"
-    with smtplib.SMTP(host, int(port or 25), timeout=DEADLINE_S) as server:
+    try:
+        there = smtplib.SMTP(host, int(port or 25), timeout=SERVICE_S)
+    except OSError as error:
+        raise URLError(error) from None  # as urllib does: it was not reached
+    with there as server:
         server.ehlo()
         if server.has_extn("starttls"):
             # As mail servers do it: no certificate is asked for, since no password is sent.

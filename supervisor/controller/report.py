@@ -156,6 +156,7 @@ def _worth_telling(told: JobAdvice | None) -> dict[str, Any] | None:
         "interval_now_s": told.measured.interval_s,
         "gain": told.advice.gain,
         "gpu_hours_a_day": told.advice.gpu_hours_a_day,
+        "on_gpus": told.measured.on_gpus,
     }
 
 

@@ -174,6 +174,8 @@ class Measured(Frozen, frozen=True, kw_only=True):
     nodes: int
     gpus: int
     """Ranks."""
+    on_gpus: bool = False
+    """Each of them has a GPU; False also where that is not known."""
     trained_s: float
     """Since the first step, without the time in which it stood still."""
     failures: dict[str, int]
@@ -248,6 +250,7 @@ def measured(job: MeasuredJob, now: float) -> Measured:
     return Measured(
         nodes=len(attempt.members) if attempt is not None and attempt.members else core.spec.nodes_max,
         gpus=attempt.world_size if attempt is not None else 0,
+        on_gpus=core.spec.on_gpus,
         trained_s=round(max(0.0, end - since - outages.down_s), 3),
         failures=dict(outages.counted),
         not_counted=dict(outages.others),

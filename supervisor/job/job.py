@@ -538,8 +538,9 @@ class Job:
             core.spec, core.mode = event.spec, event.spec.mode
             self.incidents.define()
         else:
-            if event.spec != core.spec:
-                yield note("spec_differs", what=_first_difference(event.spec, core.spec, event.node))
+            spec = msgspec.structs.replace(event.spec, on_gpus=core.spec.on_gpus)  # no option
+            if spec != core.spec:
+                yield note("spec_differs", what=_first_difference(spec, core.spec, event.node))
             return
         yield from self._proceed()
 
@@ -719,7 +720,7 @@ class Job:
         before, self.stragglers = self.stragglers, event
         if event.ranks:
             text = view.slow_text(event, attempt.rank_nodes) + view.slow_why(self, event) + view.slow_input(self, event)
-            text += view.slow_price(event, attempt.world_size)
+            text += view.slow_price(event, attempt.world_size, on_gpus=self.core.spec.on_gpus)
             yield note("stragglers", loud=True, what=text)
         elif before is not None and before.ranks:
             yield note("stragglers_gone", who=rank_names(before.ranks), one=len(before.ranks) == 1)

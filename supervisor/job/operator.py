@@ -99,8 +99,22 @@ class Operator:
             return self._waiting_to_start()
         return "evidence" if core.state == "DIAGNOSING" else ""
 
+    @property
+    def forming(self) -> str:
+        """What the attempt that starts waits for, in words."""
+        attempt = self._attempts.current
+        if self._core.state != "STARTING" or attempt is None or attempt.workers_started_at is not None:
+            return ""
+        since, count = f"since {utc(attempt.formed_at):%H:%M:%S} UTC", len(attempt.members)
+        of = f"{count} node{'s' * (count != 1)}"
+        if attempt.round is None:
+            return f"torchrun on {len(attempt.offers)} of {of} to come to the rendezvous, {since}"
+        return f"the ranks: {len(attempt.started_members)} of {of} have started theirs, {since}"
+
     def _waiting_to_start(self) -> str:
         core, scheduler = self._core, self._scheduler
+        if core.defined_at is None:
+            return "the first node to join"
         if core.paused and not self._attempts.by_operator:
             return "`unbroken resume`"
         if scheduler.wants_requeue:

@@ -91,6 +91,7 @@ def job_view(job: Parts, now: float | None = None, held: NodeSnapshot | None = N
         pause=PauseView(at=utc(core.pause.at), by=core.pause.by, reason=core.pause.reason) if core.pause else None,
         hold=_hold(job),
         waiting=job.operator.waiting,
+        forming=job.operator.forming or msgspec.UNSET,
         mode=core.mode,
         epoch=core.epoch,
         attempt=attempt.number if attempt else 0,
@@ -198,7 +199,7 @@ def slow_text(event: StragglersSeen, rank_nodes: Mapping[int, str] | None = None
     )
 
 
-def slow_price(event: StragglersSeen, gpus: int) -> str:
+def slow_price(event: StragglersSeen, gpus: int, *, on_gpus: bool) -> str:
     """`. Without it a step would take 0.81 s instead of 0.97 s: 16 %, 31 GPU-hours a day`, where steps are counted."""
     one = len(event.ranks) == 1
     because = f". {'It waits' if one else 'They wait'} for data {100 * event.starved:.0f} % of the time"
@@ -206,10 +207,10 @@ def slow_price(event: StragglersSeen, gpus: int) -> str:
     if not event.step_s or not gpus:
         return told
     cost = price(event.step_s, event.cost, gpus)
-    lost = cost.gpu_hours_a_day
+    lost, hours = cost.gpu_hours_a_day, "GPU-hours" if on_gpus else "rank-hours"
     return (
         f"{told}. Without {'it' if one else 'them'} a step would take {_step(cost.without_s)} instead of "
-        f"{_step(event.step_s)}: {100 * event.cost:.0f} %, {lost:.{0 if lost >= 10 else 1}f} GPU-hours a day"
+        f"{_step(event.step_s)}: {100 * event.cost:.0f} %, {lost:.{0 if lost >= 10 else 1}f} {hours} a day"
     )
 
 
@@ -249,7 +250,7 @@ def _stragglers(job: Parts) -> StragglersView | None:
         slow_text(event, attempt.rank_nodes)
         + slow_why(job, event)
         + slow_input(job, event)
-        + slow_price(event, attempt.world_size)
+        + slow_price(event, attempt.world_size, on_gpus=job.core.spec.on_gpus)
     )
     return StragglersView(ranks=event.ranks, cost_percent=round(100 * event.cost, 1), since=utc(event.since), text=text)
 

@@ -136,7 +136,7 @@ class Lease:
             self._write()
             if not self.lost and os.path.exists(self._next):
                 other = read_lease(self._next)
-                self.lost = f"another run of this job has taken it over{': ' + _who(other) if other else ''}"
+                self.lost = f"another run of this job has taken it over{': ' + who_holds(other) if other else ''}"
 
     def _write(self) -> None:
         """Renew the lease. A failure here changes nothing: the run itself is healthy."""
@@ -225,7 +225,7 @@ def take(
             continue
         if not reported:
             reported = True
-            who = _who(holder) if holder is not None else "whose lease is damaged"
+            who = who_holds(holder) if holder is not None else "whose lease is damaged"
             say(f"this job may still be running ({who}): watching it for at most {dead_s:.0f} s")
         pause(LOOK_S)
 
@@ -237,7 +237,8 @@ def _journals(job_dir: Path) -> bytes:
     return repr(sorted(sizes)).encode()
 
 
-def _who(holder: Holder) -> str:
+def who_holds(holder: Holder) -> str:
+    """`ann on h1, node n1, since 2026-01-31 12:00:00 UTC, process 123`."""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(holder.since))
     who = f"{holder.user} on {holder.host}, node {holder.node}, since {since} UTC, process {holder.pid}"
     return clean_line(who + (f", job {holder.scheduler_job}" if holder.scheduler_job else ""), 300)
@@ -246,6 +247,6 @@ def _who(holder: Holder) -> str:
 def _refusal(job_dir: Path, holder: Holder, *, joins: bool) -> str:
     more = "To join it from here give another --node-name. " if joins else ""
     return (
-        f"this job runs already: {_who(holder)}. {more}To see it: unbroken status --job-dir {job_dir}; to end it: "
+        f"this job runs already: {who_holds(holder)}. {more}To see it: unbroken status --job-dir {job_dir}; to end it: "
         f"unbroken stop --job-dir {job_dir}; to train beside it give another --name or --job-dir"
     )

@@ -143,11 +143,13 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
         launcher_argv, launcher_env = _launcher(read, name, python, node, local.paths, environment)
         if options.traceable:
             launcher_env = {PROFILER_DAEMON: "1", **launcher_env, "UNBROKEN_TRACEABLE": "1"}
+        processes = _processes(read.nproc_per_node, environment)
+        on_gpus = 0 < (processes or 0) <= _gpus(environment)
         plan = NodePlan(
             node=node,
             job_dir=str(job_dir),
             local_dir=str(local.paths.folder),
-            spec=msgspec.structs.replace(_spec(options, read, name, command, cwd), **scheduler),
+            spec=msgspec.structs.replace(_spec(options, read, name, command, cwd, on_gpus), **scheduler),
             launcher_argv=launcher_argv,
             launcher_env=launcher_env,
             python=python,
@@ -160,7 +162,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
             scheduler_node=scheduler_node,
             domain=slurm_domain(environment),
             snapshot_files=tuple(addresses(slots)),
-            processes=_processes(read.nproc_per_node, environment),
+            processes=processes,
             torchrun_options=len(launcher_argv) - len(read.script_args) - 1,
             settings=settings,
         )
@@ -249,7 +251,9 @@ def _check_publishing(settings: Settings, cwd: Path) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequence[str], cwd: Path) -> JobSpec:
+def _spec(
+    options: RunOptions, read: TorchrunCommand, name: str, command: Sequence[str], cwd: Path, on_gpus: bool
+) -> JobSpec:
     hang, opinion = options.settings.hang, options.settings.opinion
     spec = JobSpec(
         name=name,
@@ -274,6 +278,7 @@ def _spec(options: RunOptions, read: TorchrunCommand, name: str, command: Sequen
         test_suspects=options.test_suspects,
         fewer_processes=options.fewer_processes,
         ledger=options.settings.ledger.cordons if options.settings.ledger.folder else "",
+        on_gpus=on_gpus,
     )
     restarts = read.max_restarts if options.run.max_restarts is None else options.run.max_restarts
     given = {

@@ -43,6 +43,7 @@ from supervisor.messages import (
     WorkersStarted,
     encode,
 )
+from supervisor.run.lease import holder_here, take
 
 AT = 1_767_225_600.0
 SPEC = JobSpec(name="llama", command=("torchrun", "train.py"))
@@ -283,6 +284,17 @@ def test_watch_ends_with_the_job(live: Path) -> None:
         assert "STOPPED" in (await watching).splitlines()[-1]
 
     asyncio.run(asyncio.wait_for(agent_that_obeys(), 100))
+
+
+def test_a_job_that_is_starting_is_told_so_before_there_is_a_journal(job: Path) -> None:
+    lease = take(job / "unbroken-jobs" / "new", holder_here("n0", "", 0), joins=False, say=print)
+    assert lease is not None
+    for named in ((), ("--job-dir", "new")):
+        told = unbroken("status", *named, cwd=job, code=66)
+        assert "job new is starting" in told
+        assert f"process {os.getpid()}" in told
+    lease.give_up()
+    assert read("status", cwd=job)["name"] == "llama", "it has ended before it began: the newest job is another"
 
 
 def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:

@@ -71,7 +71,8 @@ function sentence(status) {
   if (status.outcome) return status.outcome.line;
   const open = status.incidents.filter((one) => one.open).pop();
   const broken = open ? `${open.id}: ${open.failure_class || "not classified yet"}${open.why ? `: ${open.why}` : ""}.` : "";
-  if (status.waiting || open) return `${broken}${status.waiting ? ` Waiting: ${status.waiting}.` : ""}`.trim();
+  const waits = status.waiting || status.forming;
+  if (waits || open) return `${broken}${waits ? ` Waiting: ${waits}.` : ""}`.trim();
   const nodes = now.nodes.filter((node) => node.ranks.length).length;
   const step = status.step === null ? "no step is known yet" : `at step ${status.step.toLocaleString()}${status.last_step === null ? "" : ` of ${status.last_step.toLocaleString()}`}`;
   return `${status.state === "RUNNING" ? "Training" : "Starting"} on ${count(nodes, "node")}, ${step}, attempt ${status.attempt}.`;

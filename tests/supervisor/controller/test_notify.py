@@ -9,19 +9,26 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from http.client import HTTPMessage
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.error import HTTPError, URLError
 
 import pytest
 
 from supervisor.config import NotifySettings, Settings, absolute
 from supervisor.controller.notify import (
+    GROUPS,
     IN_AN_HOUR,
+    KEPT_S,
     LINES,
     LONGEST_S,
+    PERHAPS_MOST,
+    TRIES_S,
     Message,
     Notifier,
     Outbox,
+    Recipient,
     check_notify,
     escaped,
     letter_of,
@@ -195,6 +202,88 @@ def test_what_was_left_out_is_told_when_there_is_room_again() -> None:
     assert list(box.due(3000.0)) == []
     assert [(one.lines, one.left_out) for one in box.due(4000.0)] == [((), 10)]
     assert list(box.due(4001.0)) == []
+
+
+# ----- a service that does not answer for long -----
+
+
+class _Down:
+    """Takes what it is sent only when it is up."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = URLError(ConnectionRefusedError())
+        self.got: list[Message] = []
+        self.tries = 0
+
+    def __call__(self, message: Any) -> None:
+        self.tries += 1
+        if self.error is not None:
+            raise self.error
+        self.got.append(message)
+
+
+def recipient(service: _Down) -> Recipient:
+    found = Recipient("/bin/true")
+    found._send = service
+    return found
+
+
+def tried(one: Recipient, times: int) -> None:
+    async def send() -> None:
+        for _ in range(times):
+            if one.waiting:
+                await one.send_once()
+
+    asyncio.run(send())
+
+
+def test_what_could_not_be_sent_comes_late_in_one_message() -> None:
+    service = _Down()
+    one = recipient(service)
+    one.add(MESSAGE, 3600.0)
+    tried(one, 40)
+    one.add(Message(job="llama", incident="i-2", lines=("node n7 is lost",), left_out=3), 7200.0)
+    service.error = None
+    tried(one, 5)
+    (told,) = service.got
+    assert told.lines[1:] == ("01:00 UTC: rank 1 was killed", "02:00 UTC: node n7 is lost")
+    assert told.left_out == 3
+    one.add(MESSAGE, 7300.0)
+    tried(one, 1)
+    assert service.got[1] == MESSAGE, "and then as ever"
+
+
+def test_what_is_kept_is_bounded_in_number_and_time() -> None:
+    service = _Down()
+    one = recipient(service)
+    for number in range(3 * GROUPS):
+        one.add(Message(job="llama", incident=f"i-{number}", lines=("x",)), float(number))
+    assert len(one.waiting) == GROUPS
+    one.add(MESSAGE, 2 * KEPT_S)
+    assert [kept.message for kept in one.waiting] == [MESSAGE]
+    tried(one, 3)
+    service.error = None
+    tried(one, 1)
+    assert service.got[0].left_out == 3 * GROUPS
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), ConnectionResetError()])
+def test_what_may_have_come_is_sent_few_times(error: Exception) -> None:
+    service = _Down()
+    service.error = error
+    one = recipient(service)
+    one.add(MESSAGE, 0.0)
+    tried(one, 20)
+    assert (service.tries, list(one.waiting)) == (PERHAPS_MOST, [])
+
+
+def test_a_message_that_a_service_refuses_holds_no_other_up() -> None:
+    service = _Down()
+    service.error = HTTPError("http://x", 400, "invalid_payload", HTTPMessage(), None)
+    one = recipient(service)
+    one.add(MESSAGE, 0.0)
+    tried(one, 20)
+    assert (service.tries, list(one.waiting)) == (len(TRIES_S), [])
 
 
 # ----- the dead man's switch -----

@@ -66,7 +66,7 @@ def test_what_a_slow_rank_costs_is_told_with_it(running: Any) -> None:
         )
         if isinstance(one, m.Note)
     )
-    for figure in ("40 %", "0.81 s", "0.97 s", "16 %", "16 GPU-hours a day"):
+    for figure in ("40 %", "0.81 s", "0.97 s", "16 %", "16 rank-hours a day"):
         assert figure in text_of(told)
     view = run.job.view().stragglers
     assert view is not None
