@@ -7,7 +7,6 @@ stands beside the evidence, and at most it has a node tested before the next res
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import itertools
 import re
@@ -37,6 +36,11 @@ ANSWER_S: Final = 4.0
 TEXT_LIMIT: Final = 200
 SHOWN: Final = 20
 """Names in an answer."""
+_REGEX: Final = re.compile(r"[\\^$+?()\[\]{}|]|\.\*")
+NO_REGEX: Final = (
+    "`*` stands for any text, and nothing else is special: "
+    'in place of "Port(Flap|Down).*" write ["PortFlap*", "PortDown*"]'
+)
 RULES: Final = Path(__file__).with_name("alert_rules.toml")
 NODE_LABELS: Final = ("Hostname", "node", "nodename", "kubernetes_node", "node_name", "host", "hostname", "instance")
 GPU_LABELS: Final = ("pci_bus_id", "UUID", "gpu", "device")
@@ -76,7 +80,8 @@ class AlertRule(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     """One `[[alert]]`."""
 
     id: str
-    match: dict[str, str]
+    match: dict[str, str | tuple[str, ...]]
+    """Label -> its value, or several; `*` stands for any text, and small and capital letters are the same."""
     failure_class: FailureClass = msgspec.field(name="class", default=FailureClass.UNKNOWN)
     severity: Literal["drop", "tell", "suspect"] = "tell"
     node: tuple[str, ...] = NODE_LABELS
@@ -113,21 +118,39 @@ def read_rules(rows: Sequence[Mapping[str, Any]], where: str) -> tuple[AlertRule
         for rule in found:
             if not rule.match or not rule.node:
                 raise ValueError(f"alert {rule.id!r}: `match` and `node` must name at least one label")
-            for pattern in rule.match.values():
-                _compiled(pattern)
-    except (ValueError, re.error) as error:
+            for pattern in itertools.chain.from_iterable(map(_patterns, rule.match.values())):
+                if len(pattern) > TEXT_LIMIT or _REGEX.search(pattern):
+                    raise ValueError(f"alert {rule.id!r}: {pattern[:60]!r}: {NO_REGEX}")
+    except ValueError as error:
         raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}") from None
     return tuple(found)
 
 
-@functools.lru_cache(maxsize=512)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern)
+def _patterns(given: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else given
+
+
+def is_like(value: str, pattern: str) -> bool:
+    """Whether it is the pattern, in which `*` stands for any text. One pass: no pattern can hold the controller up."""
+    value, pattern = value.lower(), pattern.lower()
+    first, *others = pattern.split("*")
+    if not others:
+        return value == pattern
+    if not value.startswith(first):
+        return False
+    at = len(first)
+    for part in others[:-1]:
+        found = value.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return value.endswith(others[-1]) and len(value) - len(others[-1]) >= at
 
 
 def rule_for(labels: Mapping[str, str], rules: Iterable[AlertRule]) -> AlertRule | None:
     for rule in rules:
-        if all(_compiled(one).fullmatch(labels.get(name, "")[:TEXT_LIMIT]) for name, one in rule.match.items()):
+        values = ((labels.get(name, "")[:TEXT_LIMIT], _patterns(given)) for name, given in rule.match.items())
+        if all(any(is_like(value, pattern) for pattern in patterns) for value, patterns in values):
             return rule
     return None
 

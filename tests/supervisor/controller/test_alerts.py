@@ -112,6 +112,8 @@ def test_a_site_decides_what_is_a_suspect() -> None:
         {"id": "x"},
         {"id": "x", "match": {}},
         {"id": "x", "match": {"a": "("}},
+        {"id": "x", "match": {"a": "(a*)*b"}},
+        {"id": "x", "match": {"a": ["b", "Port.*"]}},
         {"id": "x", "match": {"a": "b"}, "severity": "cordon"},
         {"id": "x", "match": {"a": "b"}, "class": "no_such_class"},
         {"id": "x", "match": {"a": "b"}, "matches": 1},
@@ -120,6 +122,30 @@ def test_a_site_decides_what_is_a_suspect() -> None:
 def test_a_rule_that_cannot_be_used_is_named(row: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"site\.toml"):
         read_rules([row], "site.toml")
+
+
+@pytest.mark.parametrize(
+    ("value", "pattern", "is_so"),
+    [
+        ("PortFlap", "portflap", True),
+        ("PortFlap", "Port", False),
+        ("PortFlap", "*", True),
+        ("", "*", True),
+        ("GPUTempHigh", "*gpu*temp*", True),
+        ("TempGPU", "*gpu*temp*", False),
+        ("aba", "ab*ba", False),
+        ("abxba", "ab*ba", True),
+        ("a" * 200, "*a" * 99 + "b", False),
+    ],
+)
+def test_a_star_stands_for_any_text(value: str, pattern: str, is_so: bool) -> None:
+    assert alerts.is_like(value, pattern) is is_so
+
+
+def test_one_of_several_values_is_enough() -> None:
+    rules = read_rules([{"id": "x", "match": {"alertname": ["PortFlap*", "PortDown*"]}}], "site")
+    named = ("PortFlapping", "PortDown", "PortUp")
+    assert [bool(found(posted(alertname=one, node="n1"), rules=rules).firing) for one in named] == [True, True, False]
 
 
 def test_only_what_is_new_is_told_to_the_job() -> None:
