@@ -17,9 +17,9 @@ from recovery.policy import Mode
 SwapMode = Literal["off", "recommend", "automatic"]
 SwapSignal = Literal["", "SIGUSR1", "SIGUSR2", "SIGTERM"]
 """What scripts take for a request to save."""
-Cause = Literal["device", "straggler", "drained", "maintenance", "operator", "cordoned"]
+Cause = Literal["device", "straggler", "drained", "maintenance", "operator", "cordoned", "alert"]
 """`device`: a finding about hardware. `drained`, `maintenance`: the scheduler says so. `cordoned`: the ledger of all
-jobs does."""
+jobs does. `alert`: monitoring says so, where a rule of the site wants it."""
 
 DAY_S: Final = 86400.0
 STORM_NODES: Final = 3
@@ -67,7 +67,8 @@ class SwapCase(Frozen, frozen=True, kw_only=True):
 
     cause: Cause
     proven: bool = False
-    """Hardware is proven to be bad, and not only warned of; or no job is to use the node."""
+    """Hardware is proven to be bad, and not only warned of; or no job is to use the node; or a rule of the site says
+    that it leaves."""
     wanted: bool = False
     """An operator has asked for it, or approved it."""
     setting: SwapMode = "automatic"

@@ -697,6 +697,8 @@ class OutsideAlert(Frozen, frozen=True, kw_only=True):
     gpu: str = ""
     suspect: bool = False
     """The site's rules want the node tested before a restart."""
+    swap: bool = False
+    """The site's rules want the node replaced at a checkpoint."""
     at: float = 0.0
     """When it was heard of last."""
 

@@ -1,7 +1,8 @@
 """Alerts from outside: Alertmanager's webhook (version 4; Grafana posts the same form) becomes events of the job.
 
 What an alert means is said by rules (`alert_rules.toml`, and `[[alert]]` of the site file). An alert is no proof: it
-stands beside the evidence, and at most it has a node tested before the next restart (docs/access.md, docs/adr/0054).
+stands beside the evidence. Where a site's rule says so, it has a node tested before the next restart, or replaced at a
+checkpoint (docs/access.md, docs/adr/0054, docs/adr/0055).
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class AlertRule(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields
     match: dict[str, str | tuple[str, ...]]
     """Label -> its value, or several; `*` stands for any text, and small and capital letters are the same."""
     failure_class: FailureClass = msgspec.field(name="class", default=FailureClass.UNKNOWN)
-    severity: Literal["drop", "tell", "suspect"] = "tell"
+    severity: Literal["drop", "tell", "suspect", "swap"] = "tell"
     node: tuple[str, ...] = NODE_LABELS
     """The first of these labels that is there names the node."""
     gpu: tuple[str, ...] = GPU_LABELS
@@ -223,6 +224,7 @@ def _alert(one: PostedAlert, rule: AlertRule, node: str, now: float) -> OutsideA
         failure_class=_class(one.labels, rule),
         gpu=clean_line(next((one.labels[label] for label in rule.gpu if one.labels.get(label)), ""), 64),
         suspect=rule.severity == "suspect",
+        swap=rule.severity == "swap",
         at=now,
     )
 

@@ -1,6 +1,7 @@
-"""Alerts from outside that fire for nodes of the job. They inform; no verdict and no cordon depends on them.
+"""Alerts from outside that fire for nodes of the job. They inform; no verdict depends on them.
 
 A node whose alert is a `suspect` by the site's rules is tested with the others before a restart, where tests are made.
+One that is to be replaced by them is proposed for a planned swap (`swaps`).
 """
 
 from __future__ import annotations

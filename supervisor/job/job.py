@@ -25,7 +25,7 @@ fields, and changes nothing else; it calls those above it in this list:
     space         waiting for room on disks
     scheduler     requests to drain nodes and to start the job again
     tests         active tests of suspects before the next attempt, and of idle nodes
-    alerts        alerts of others' monitoring that fire for nodes of the job; decides nothing
+    alerts        alerts of others' monitoring that fire for nodes of the job
     incidents     from the first sign of a failure to the plan that is carried out
     hangs         hangs, stopped ranks, silence
     degraded      what is wrong while the attempt goes on
@@ -190,7 +190,7 @@ class Job:
         self.hangs = Hangs(core, nodes, attempts, self.incidents)
         self.saves = Saves()
         """Only told (`unbroken advise`, and when a planned swap is due)."""
-        self.swaps = Swaps(core, nodes, attempts, self.scheduler, self.incidents, self._saved_at)
+        self.swaps = Swaps(core, nodes, attempts, self.scheduler, self.incidents, self.alerts, self._saved_at)
         self.degraded = Degraded(core, attempts, self.incidents)
         self.replicas = ReplicaGuard(core, attempts, self.incidents)
         self.guard = LossGuard(core, attempts, self.incidents, self.replicas)
@@ -753,6 +753,7 @@ class Job:
     def _alerts_seen(self, event: m.AlertsSeen) -> Wants:
         yield from self.alerts.seen(event)
         self.incidents.note_alerts()
+        yield from self.swaps.alerts_seen()
 
     def _ledger_seen(self, event: m.LedgerSeen) -> Wants:
         """Nodes in use stay until the next checkpoint, or the end of the attempt."""

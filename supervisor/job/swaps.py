@@ -1,9 +1,9 @@
 """Planned swaps: a node that degrades leaves when a checkpoint has just become complete, and a spare takes its place.
 
 Who proposes one: a finding with an outlook (`diagnosis.signals.Outlook`), a device that failed while its rank trains
-on, a straggler, the scheduler, the ledger of all jobs, an operator. `recovery.swaps` says what becomes of it; that is
-asked again at each checkpoint, and shown before it happens. If the run restarts for another reason meanwhile, the node
-leaves with that restart.
+on, a straggler, the scheduler, the ledger of all jobs, an alert where a rule of the site says so, an operator.
+`recovery.swaps` says what becomes of it; that is asked again at each checkpoint, and shown before it happens. If the
+run restarts for another reason meanwhile, the node leaves with that restart.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from recovery.cordon import Cordon, breaker_limit
 from recovery.policy import Plan
 from recovery.swaps import Cause, SwapDecision
 from supervisor import messages as m
+from supervisor.job.alerts import Alerts
 from supervisor.job.attempts import Attempt, Attempts
 from supervisor.job.core import Core, NextAttempt, OpenIncident, Wants, WantsAnd
 from supervisor.job.incidents import Incidents
@@ -98,11 +99,13 @@ class Swaps:
         attempts: Attempts,
         scheduler: SchedulerRequests,
         incidents: Incidents,
+        alerts: Alerts,
         saved_at: Callable[[int], list[float]],
     ) -> None:
         """`saved_at`: when the newest checkpoints of an attempt were complete."""
         self._core, self._nodes, self._attempts = core, nodes, attempts
         self._scheduler, self._incidents, self._saved_at = scheduler, incidents, saved_at
+        self._alerts = alerts
         self.proposed: dict[str, ProposedSwap] = {}
         """By node."""
         self._rejected: dict[tuple[str, Cause, FailureClass], None] = {}
@@ -168,7 +171,7 @@ class Swaps:
             mode=core.mode,
             paused=core.paused,
             spares=(self._spares if spares is None else spares) + (swap.node in self._nodes.cordoned()),
-            storm=swap.cause == "device" and self._incidents.is_storm(swap.found_at, swap.failure_class),
+            storm=self._is_of_a_storm(swap),
             within_day=sum(at > now - swaps.DAY_S for at in self._made_at),
             per_day=breaker_limit(members),
             holds_checkpoint=swap.holds_it_alone,
@@ -177,6 +180,12 @@ class Swaps:
             cost_s=self.took_s(),
         )
         return swaps.decide(case)
+
+    def _is_of_a_storm(self, swap: ProposedSwap) -> bool:
+        if swap.cause == "alert":
+            domains = {node.name: node.domain for node in self._nodes}
+            return swaps.have_a_common_cause({n for n, one in self.proposed.items() if one.cause == "alert"}, domains)
+        return swap.cause == "device" and self._incidents.is_storm(swap.found_at, swap.failure_class)
 
     def _may_cordon(self, swap: ProposedSwap, members: int) -> bool:
         """The circuit breaker's word. Of nodes that the ledger cordons all leave with the next attempt, or none."""
@@ -301,6 +310,26 @@ class Swaps:
                 since=self._core.now,
             )
             yield from self._propose(swap)
+
+    def alerts_seen(self) -> Wants:
+        """Members leave at a checkpoint for an alert where a rule of the site says so. It proves nothing: its class is
+        none, so no other job is told to leave the node out."""
+        wanted, attempt = {one.node: one for one in self._alerts.firing.values() if one.swap}, self._live()
+        for name in [one.node for one in self.proposed.values() if one.cause == "alert" and not one.wanted_by]:
+            if name not in wanted:
+                yield from self._withdraw(name, "its alert has ended")
+        for name, alert in wanted.items():
+            if attempt is not None and attempt.round is not None and name in attempt.member_set:
+                swap = ProposedSwap(
+                    node=name,
+                    cause="alert",
+                    what=f"alert {alert.name} ({alert.failure_class.value})",
+                    failure_class=FailureClass.NONE,
+                    since=self._core.now,
+                    text=alert.text,
+                    proven=True,
+                )
+                yield from self._propose(swap)
 
     def ledger_seen(self) -> WantsAnd[set[str]]:
         """Members that no job is to use leave at a checkpoint. Which of them have been told about so."""
@@ -481,7 +510,10 @@ class Swaps:
 
     def checkpoints_seen(self) -> Wants:
         """A node reports its checkpoints: is there one that is newer than a proposal?"""
-        if not self.proposed or self._core.state != "RUNNING" or self._incidents.active is not None:
+        if self._core.state != "RUNNING" or self._incidents.active is not None:
+            return
+        yield from self.alerts_seen()  # one may have ended by its time
+        if not self.proposed:
             return
         yield from self.ledger_seen()  # a cordon may have ended by its time
         newest = self._newest()

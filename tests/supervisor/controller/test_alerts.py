@@ -104,6 +104,11 @@ def test_a_site_decides_what_is_a_suspect() -> None:
     assert (one.node, one.suspect) == ("n2", True)
     (other,) = found(posted(alertname="Fabric", severity="warning", node="n2"), rules=rules).firing
     assert not other.suspect
+    (leaves,) = found(
+        posted(alertname="Fabric", severity="critical", rack_node="n2"),
+        rules=read_rules([{**row, "severity": "swap", "node": ["rack_node"]}], "site"),
+    ).firing
+    assert (leaves.suspect, leaves.swap) == (False, True)
 
 
 @pytest.mark.parametrize(

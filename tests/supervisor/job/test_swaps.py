@@ -466,6 +466,57 @@ def test_a_straggler_is_recommended_with_its_price_and_withdrawn(story: Any) -> 
     assert job.states == {}
 
 
+def fires(job: Story, node: str, **more: Any) -> m.OutsideAlert:
+    alert = m.OutsideAlert(key=f"{node}-1", node=node, name="Fabric", at=job.driver.now, swap=True, **more)
+    job.driver.tell(m.AlertsSeen, firing=(alert,))
+    return alert
+
+
+def test_an_alert_may_plan_a_swap_and_never_stops_the_run(story: Any) -> None:
+    job = story()
+    fires(job, "b", failure_class=FailureClass.GPU_ECC_UNCORRECTABLE)
+    assert (job.states, job.driver.state, job.incidents) == ({"b": "planned"}, "RUNNING", [])
+    assert job.members == ("a", "b"), "it stays until a checkpoint is complete"
+    job.save(2)
+    assert (job.members, job.incidents) == (("a", "s"), ["swap"])
+    cordon = job.job.nodes.cordons.of_job("b", job.driver.now)
+    assert cordon.failure_class is None, "an alert is no proof: nothing is held against the node"
+
+
+def test_a_swap_for_an_alert_ends_with_it(story: Any) -> None:
+    job = story()
+    alert = fires(job, "b")
+    job.driver.tell(m.AlertsSeen, ended=(alert.key,))
+    assert job.states == {}
+    job.save(2)
+    assert job.members == ("a", "b")
+
+
+def test_a_swap_for_an_alert_can_be_rejected_and_stays_so(story: Any) -> None:
+    job = story()
+    fires(job, "b")
+    job.driver.tell(m.OperatorCommand, command="reject", argument="b", by="ann")
+    assert job.states == {}
+    fires(job, "b")
+    job.save(2)
+    assert (job.states, job.members) == ({}, ("a", "b"))
+
+
+def test_alerts_for_many_nodes_swap_none_and_other_settings_hold(story: Any) -> None:
+    job = story(nodes="abcde", spares="stuv")
+    for node in "bcd":
+        fires(job, node)
+    assert job.states == dict.fromkeys("bcd", "blocked")
+    job.save(2)
+    assert job.members == tuple("abcde"), "three nodes at once have a common cause"
+    quiet = story(swap_mode="recommend")
+    fires(quiet, "b")
+    assert quiet.states == {"b": "recommended"}
+    off = story(swap_mode="off")
+    fires(off, "b")
+    assert off.states == {}
+
+
 @pytest.mark.parametrize("kind", ["drained", "maintenance"])
 def test_what_the_scheduler_takes_away_is_recommended_and_withdrawn(story: Any, kind: Any) -> None:
     job = story()
