@@ -81,6 +81,14 @@ KEEP_FREE_OF_MIRRORS: Final = 0.1
 WORD_EVERY_S: Final = 5.0
 """While a file is summed up, the caller hears so often that we are at it."""
 
+SLOW_AFTER_S: Final = 30.0
+SLOW_MORE_S: Final = 60.0
+SLOW_TIMES: Final = 4.0
+"""So often it is looked at how fast a source was since the last look. It is left where the rest would take this much
+longer, and so many times as long, as from another one: what is half here comes again."""
+USUAL_RATE: Final = 100 << 20
+"""Bytes a second that a source is taken to give before it was tried."""
+
 _LENGTH = struct.Struct("!I")
 
 log = logging.getLogger("unbroken.mover")
@@ -88,6 +96,38 @@ log = logging.getLogger("unbroken.mover")
 
 class PeerError(InternalError):
     """The other mover does not do what was asked, or is gone. The text says why."""
+
+
+class TooSlow(PeerError):
+    """Another source will be quicker."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__(f"it gives {rate / 1e6:.1f} MB/s")
+        self.rate = rate
+
+
+class SourcePace:
+    """How fast a source gives what is wanted of it; `count` raises TooSlow where another one will be much quicker."""
+
+    def __init__(
+        self,
+        size: int,
+        other_rate: float,
+        after_s: float = SLOW_AFTER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`other_rate`: what the other one gives in a second; 0: there is no other."""
+        self._left, self._moved, self._other_rate = size, 0, other_rate
+        self._after_s, self._clock, self._since = after_s, clock, clock()
+
+    def count(self, more: int) -> None:
+        self._left, self._moved, now = max(0, self._left - more), self._moved + more, self._clock()
+        if self._other_rate <= 0 or now - self._since < self._after_s:
+            return
+        rate = self._moved / (now - self._since)
+        self._moved, self._since = 0, now  # the rate of now counts: a link may become slow
+        if self._left > rate * (SLOW_MORE_S + SLOW_TIMES * self._left / self._other_rate):
+            raise TooSlow(rate)
 
 
 class Mirror(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +146,8 @@ class Wire:
     def __init__(self, connection: socket.socket, session: Session) -> None:
         self._connection = connection
         self._session = session
+        self.got: Callable[[int], None] = lambda _: None
+        """Called with each piece that comes, however small; what it raises ends the frame."""
 
     def send(self, message: dict[str, Any]) -> None:
         self._put(b"J" + msgspec.json.encode(message))
@@ -126,7 +168,7 @@ class Wire:
         if not FRAME_MAC_BYTES < length <= JSON_BYTES:
             raise PeerError("it sends a frame of an impossible length")
         try:
-            return self._session.into.open(_exactly(self._connection, length))
+            return self._session.into.open(_exactly(self._connection, length, self.got))
         except Forged as error:
             raise PeerError(str(error)) from None
 
@@ -163,7 +205,9 @@ class Wire:
             yield body[1:]
 
 
-def _exactly(connection: socket.socket, count: int, *, may_end: bool = False) -> bytes:
+def _exactly(
+    connection: socket.socket, count: int, counted: Callable[[int], None] | None = None, *, may_end: bool = False
+) -> bytes:
     data = bytearray(count)
     view, have = memoryview(data), 0
     while have < count:
@@ -173,6 +217,8 @@ def _exactly(connection: socket.socket, count: int, *, may_end: bool = False) ->
                 return b""
             raise PeerError("it hung up")
         have += got
+        if counted is not None:
+            counted(got)
     return bytes(data)
 
 

@@ -45,7 +45,19 @@ from supervisor.files import read_token, write_atomically
 from supervisor.logs import configure
 from supervisor.mover.copying import CopyError, CopyPace, GaveWay, copy, need_room
 from supervisor.mover.parts import LocalParts, Seen
-from supervisor.mover.peer import Mirrors, PeerError, PeerServer, Wire, call, fetch_file, send_part
+from supervisor.mover.peer import (
+    SLOW_AFTER_S,
+    USUAL_RATE,
+    Mirrors,
+    PeerError,
+    PeerServer,
+    SourcePace,
+    TooSlow,
+    Wire,
+    call,
+    fetch_file,
+    send_part,
+)
 from supervisor.mover.protocol import MoverOrders, MoverSetup, MoverStatus
 from supervisor.mover.publish import Publisher, job_digest
 from supervisor.mover.snapshots import SnapshotMirror, SnapshotsAsked
@@ -112,6 +124,7 @@ class Mover:
         self._failed: dict[SaveKey, NotBrought] = {}
         self._counts = {"brought": 0, "mirrored": 0, "published": 0}
         self.bring_again_s = BRING_AGAIN_S
+        self.slow_after_s = SLOW_AFTER_S
         self._mirrored: dict[SaveKey, tuple[str, SavePart]] = {}
         """Own part -> the peer that has it, and as what."""
         self._rested = self._brought = 0
@@ -345,6 +358,7 @@ class Mover:
             else:
                 self._failed.pop(key, None)
             self._brought, self._bring_problem = number, problem
+            self._problem("bring", "")
         self.look()
 
     def _fetch_all(self, wanted: BringBack, number: int) -> str:
@@ -414,21 +428,26 @@ class Mover:
             if os.path.lexists(path):
                 set_aside(path, f"{SET_BEFORE}: step {save.step}")
 
-    def _fetch(self, wanted: BringBack, save: Save, names: list[str]) -> dict[str, str]:
-        """The files that could not be had, and why."""
+    def _fetch(self, wanted: BringBack, save: Save, names: list[str], *, patient: bool = False) -> dict[str, str]:
+        """The files that could not be had, and why. `patient`: a slow source is kept, the others were slower."""
         sizes = {file.name: (file.size, file.owner) for file in save.files}
         left = list(names)
         problems: dict[str, str] = {}
-        for source in wanted.sources:
+        left_rate = 0.0  # of the best source that was left because it is slow
+        for number, source in enumerate(wanted.sources):
             theirs = [name for name in left if sizes[name][1] == source.owner]
             if not theirs or source.node == self._setup.node:
                 theirs = self._from_own_mirror(source.owner, save, theirs, sizes)
                 left = [name for name in left if name not in theirs]
                 continue
+            another = wanted.published or any(one.owner == source.owner for one in wanted.sources[number + 1 :])
+            size, other_rate = sum(sizes[name][0] for name in theirs), USUAL_RATE if another and not patient else 0
+            pace = SourcePace(size, other_rate, self.slow_after_s)
             try:
                 wire, connection = call(
                     source.address, source.port, self._secret, self._tls_client if source.tls else None
                 )
+                wire.got = pace.count
                 try:
                     for name in theirs:
                         fetch_file(
@@ -439,9 +458,18 @@ class Mover:
                     connection.close()
             except (OSError, PeerError, CopyError) as error:
                 problems[source.owner] = f"{source.node} does not give the part of {source.owner}: {error}"
+                if isinstance(error, TooSlow):
+                    left_rate = max(left_rate, error.rate)
+                    self._tell_slow(f"{source.node} gives the part of {source.owner}", error)
         if left and wanted.published:
-            left = self._from_published(save, left, problems)
+            left = self._from_published(save, left, problems, left_rate)
+        if left and left_rate:
+            return self._fetch(msgspec.structs.replace(wanted, published=False), save, left, patient=True)
         return {name: problems.get(sizes[name][1], f"no node has {name}") for name in left}
+
+    def _tell_slow(self, what: str, slow: TooSlow) -> None:
+        self._problem("bring", f"{what} with {slow.rate / 1e6:.1f} MB/s: the rest is taken from elsewhere")
+        self.tell()
 
     def _from_own_mirror(
         self, owner: str, save: Save, names: list[str], sizes: dict[str, tuple[int, str]]
@@ -462,14 +490,28 @@ class Mover:
             done.append(name)
         return done
 
-    def _from_published(self, save: Save, names: list[str], problems: dict[str, str]) -> list[str]:
+    def _from_published(
+        self, save: Save, names: list[str], problems: dict[str, str], other_rate: float = 0.0
+    ) -> list[str]:
+        """Those that could not be had. `other_rate`: of a peer that could give them."""
         self._publisher.read_records()
         if self._publisher.save_of(save.key) is None:
             return names
+        sizes = {file.name: file.size for file in save.files}
+        pace = SourcePace(sum(sizes[name] for name in names), other_rate, self.slow_after_s)
+        count = self._counter("brought")
+
+        def counted(more: int) -> None:
+            count(more)
+            pace.count(more)
+
         left: list[str] = []
-        for name in names:
+        for at, name in enumerate(names):
             try:
-                copy(Path(self._setup.publish_to), name, self._folder, name, _hurried(), self._counter("brought"))
+                copy(Path(self._setup.publish_to), name, self._folder, name, _hurried(), counted)
+            except TooSlow as error:
+                self._tell_slow(f"{self._setup.publish_to} gives {save.name}", error)
+                return [*left, *names[at:]]
             except (OSError, CopyError) as error:
                 problems[next(file.owner for file in save.files if file.name == name)] = str(error)
                 left.append(name)

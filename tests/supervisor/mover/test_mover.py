@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from recovery.tiers import BringBack, NodeTiers, PartSource, Save, SavePart, bring_back, join
 from supervisor.mover.copying import CopyError, NewFile, pause_s
-from supervisor.mover.peer import Mirrors, PeerError, PeerServer, call, fetch_file, send_part
+from supervisor.mover.peer import Mirrors, PeerError, PeerServer, SourcePace, TooSlow, call, fetch_file, send_part
 from supervisor.mover.process import Mover, MoverOrders, MoverSetup, MoverStatus
 from supervisor.mover.publish import why_full, why_not_published
 from supervisor.wire.authentication import SharedSecret
@@ -246,8 +247,53 @@ def test_a_link_that_is_cut_in_the_middle_leaves_the_rest_to_another_source(
     assert content_of(a.folder) == content
 
 
-def half_way(port: int) -> int:
-    """A port that passes on what comes, and cuts the link after 100 kB of answers."""
+def test_a_peer_that_is_very_slow_leaves_the_rest_to_the_shared_folder(node: Callable[[str], Node]) -> None:
+    a, b = node("a"), node("b")
+    content = dcp([a, b], 10)
+    a.look(), b.look()
+    assert a.mover.stage()
+    assert b.mover.stage()
+    a.look(commit=(save_of([a, b]),))
+    assert a.mover.commit()
+    back = wanted([a, b], "step-10", {"a", "b"})
+    (source,) = [one for one in back.sources if one.node == "b"]
+    slow = msgspec.structs.replace(source, port=half_way(b.mover._server.port, trickle=True))
+    a.mover.slow_after_s = 0.3
+    a.mover.bring(msgspec.structs.replace(back, sources=(slow,)), 1)
+    assert a.mover.status().bring_problem == ""
+    assert content_of(a.folder) == content
+    told = [problem for status in a.said for problem in status.problems]
+    assert any("b gives the part of b with" in one for one in told)
+    assert a.mover.status().problems == ()
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "other", "left"),
+    [
+        (100 << 30, 1 << 20, 100 << 20, True),  # days, where another one has it in a quarter of an hour
+        (100 << 30, 60 << 20, 100 << 20, False),  # not four times as long
+        (1 << 30, 20 << 20, 100 << 20, False),  # a minute is no reason
+        (100 << 30, 1 << 10, 0, False),  # there is no other
+        (100 << 30, 0, 100 << 20, True),  # nothing comes at all
+    ],
+)
+def test_a_source_is_left_where_another_one_is_much_quicker(size: int, given: int, other: int, left: bool) -> None:
+    now = 0.0
+    pace = SourcePace(size, other, clock=lambda: now)
+    slow = False
+    for _ in range(40):
+        now += 1.0
+        try:
+            pace.count(given)
+        except TooSlow:
+            slow = True
+            break
+    assert slow == left
+    assert not slow or now == 30.0
+
+
+def half_way(port: int, *, trickle: bool = False) -> int:
+    """A port that passes on what comes, and cuts the link after 100 kB of answers, or gives 1 kB a second then."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -260,6 +306,10 @@ def half_way(port: int) -> int:
                         data = ready.recv(16384)
                         left = 0 if not data else left - len(data) * (ready is callee)
                         both[ready].sendall(data)
+                with contextlib.suppress(OSError):
+                    while trickle and (data := callee.recv(64)):
+                        caller.sendall(data)
+                        select.select([caller], [], [], 0.05)
 
     threading.Thread(target=serve, daemon=True).start()
     return int(listening.getsockname()[1])
