@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from msgspec.structs import replace
 
 from diagnosis.signals import Frozen
-from recovery.group_tests import BUSY
+from recovery.group_tests import BUSY, throttled_words
 from recovery.ledger import TestResult, TestVerdict
 
 GPU_MARGIN: Final = 0.1
@@ -54,7 +54,9 @@ class Figure(Frozen, frozen=True, kw_only=True):
     took_s: float = 0.0
     """Its process, from start to end; that of all tests of the device."""
     waited: float = 0.0
-    """The share of that time that its process waited for a CPU."""
+    """The share of that time that its process waited for a CPU that others had."""
+    throttled: float = 0.0
+    """The share of that time that the CPU quota of its own control group kept it waiting."""
     unfinished: str = ""
     """It could not be made, for a reason that is not the device's: why, in words."""
     seconds: float = 0.0
@@ -72,6 +74,8 @@ class Context(NamedTuple):
     bits: Mapping[tuple[str, str], Bits]
     took_s: Mapping[str, tuple[float, ...]]
     """Kind -> how long the processes took that came to their end."""
+    present: Counter[tuple[str, ...]]
+    """(Kind, test), and (kind, test, node) -> how many of the figures are of now."""
     floors: Mapping[str, float]
 
 
@@ -112,7 +116,16 @@ def judge(
     """
     earlier = tuple(earlier)
     context = Context(
-        usual_values([*figures, *earlier]), _usual_digests([*figures, *earlier]), _times(figures), floors or {}
+        usual=usual_values([*figures, *earlier]),
+        bits=_usual_digests([*figures, *earlier]),
+        took_s=_times(figures),
+        present=Counter(
+            key
+            for one in figures
+            if one.value is not None and not one.unfinished
+            for key in ((one.kind, one.test), (one.kind, one.test, one.node))
+        ),
+        floors=floors or {},
     )
     second = {figure.key: figure for figure in again}
     repeated = {figure.node for figure in second.values()}
@@ -263,6 +276,12 @@ def _judged(figure: Figure, context: Context) -> tuple[TestVerdict, str]:
     verdict, reason = _judged_value(figure, figure.value, context.usual.get((figure.kind, figure.test)), context.floors)
     if verdict == "fail" and figure.waited >= BUSY:
         return "unknown", f"{reason}; {_busy(figure)}"
+    if verdict == "fail" and figure.throttled >= BUSY:
+        # What was kept from before does not say whether those nodes had a quota, too.
+        test = (figure.kind, figure.test)
+        others = context.present[test] - context.present[(*test, figure.node)]
+        enough = others >= ENOUGH - 1 or figure.test in context.floors
+        return "fail" if enough else "unknown", f"{reason}; {throttled_words(figure.throttled)}"
     return verdict, reason
 
 
@@ -280,7 +299,8 @@ def _judged_unended(figure: Figure, others_s: Sequence[float]) -> tuple[TestVerd
         return "unknown", f"{why}; {_busy(figure)}"
     if figure.hung and usual_s > FRACTION * figure.took_s:
         return "unknown", f"{why}; others of its kind needed {usual_s:.0f} s, not much less"
-    return "fail", f"{why}; others of its kind came to the end after {usual_s:.0f} s"
+    quota = f"; {throttled_words(figure.throttled)}" if figure.throttled >= BUSY else ""
+    return "fail", f"{why}; others of its kind came to the end after {usual_s:.0f} s{quota}"
 
 
 def _judged_unsteady(figure: Figure, bits: Bits) -> tuple[TestVerdict, str]:

@@ -57,6 +57,8 @@ class GroupOutcome(Frozen, frozen=True, kw_only=True):
     """Why, in words; empty: it went through, with right results."""
     seconds: dict[str, float] = {}
     """Test -> seconds, of the slowest rank."""
+    throttled: dict[str, float] = {}
+    """Node -> the share of its time that its own CPU quota kept it waiting, where that was much."""
     busy: str = ""
     """The CPUs of all its nodes were busy with others: that it failed or was slow says nothing of them. In words."""
 
@@ -71,7 +73,9 @@ class GroupPart(Frozen, frozen=True, kw_only=True):
     seconds: dict[str, float] = {}
     """Test -> seconds, of the slowest of them."""
     waited: float = 0.0
-    """The share of its time that one of them waited for a CPU."""
+    """The share of its time that one of them waited for a CPU that others had."""
+    throttled: float = 0.0
+    """The share of its time that the CPU quota of their own control group kept one of them waiting."""
     stalled_waited: float = 1.0
     """The same of the exchange that failed, once all had met. 1: not known."""
     unknown: str = ""
@@ -97,13 +101,22 @@ def group_outcome(nodes: Sequence[str], parts: Mapping[str, GroupPart | None]) -
     idle = all(part.failed for part in here.values()) and sum(one.stalled_waited for one in here.values()) < EXPLAINS
     if least >= BUSY and not idle and not any(part.wrong for part in here.values()):
         busy = f"the CPUs of all its nodes are busy: ranks waited for one {100 * least:.0f} % of their time or more"
+    throttled = {node: part.throttled for node, part in here.items() if part.throttled >= BUSY}
     if words := [f"{node}: {part.failed}" for node, part in here.items() if part.failed]:
-        return GroupOutcome(nodes=tuple(nodes), failed=clean_line("; ".join(words), 400), busy=busy)
+        if len(throttled) == len(nodes) and not any(part.wrong for part in here.values()):
+            busy = busy or "all its nodes are throttled by their CPU quotas: its time was too short"
+        return GroupOutcome(
+            nodes=tuple(nodes), failed=clean_line("; ".join(words), 400), throttled=throttled, busy=busy
+        )
     seconds: dict[str, float] = {}
     for part in here.values():
         for test, took in part.seconds.items():
             seconds[test] = max(seconds.get(test, 0.0), took)
-    return GroupOutcome(nodes=tuple(nodes), seconds=seconds, busy=busy)
+    return GroupOutcome(nodes=tuple(nodes), seconds=seconds, throttled=throttled, busy=busy)
+
+
+def throttled_words(share: float) -> str:
+    return f"it was throttled by its CPU quota {100 * share:.0f} % of the time"
 
 
 class Blamed(Frozen, frozen=True, kw_only=True):
@@ -270,7 +283,14 @@ def _known(rounds: Sequence[Sequence[GroupOutcome]], margin: Margin) -> _Known:
         seen = rounds[: number + 1]
         everywhere = [one for some in seen for one in some]
         limits = [_limits(everywhere, of_round, margin) for of_round in controls]
-        judged = [(one, *_trouble(one, limits[at])) for at, some in enumerate(seen) for one in some]
+        # What a quota takes is known not to be others': products need no wide margin then, beside nodes without one.
+        compared = everywhere if any(not one.throttled for one in everywhere) else []
+        own = [_limits(compared, of_round, margin._replace(products_s=0.0)) for of_round in controls]
+        judged = [
+            (one, *_trouble(one, limits[at] | own[at] if one.throttled else limits[at]))
+            for at, some in enumerate(seen)
+            for one in some
+        ]
         good = frozenset(node for one, why, _ in judged if not why for node in one.nodes)
         troubles = [(one, why, how) for one, why, how in judged if why and not one.busy]
         links = tuple(dict.fromkeys(one.nodes for one, _, _ in troubles if good.issuperset(one.nodes)))
@@ -289,7 +309,9 @@ def _blamed(troubles: Sequence[tuple[GroupOutcome, str, How]], good: frozenset[s
         proof = [one for one in found if good.issuperset(set(one[0].nodes) - {node})]
         if node in good or len({one[0].nodes for one in proof}) < PROOFS:
             continue
-        _, why, how = proof[-1]
+        last, why, how = proof[-1]
+        if share := last.throttled.get(node, 0.0):
+            why = clean_line(f"{why}; {throttled_words(share)}", 500)
         others = dict.fromkeys(other for one in proof for other in one[0].nodes if other != node)
         bad[node] = Blamed(node=node, how=how, why=why, partners=tuple(others))
     return bad

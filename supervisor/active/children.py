@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from diagnosis.signals import Frozen, clean_line, signal_name
+from supervisor.active.cpu_quota import QuotaWatch, Throttled, throttled_most_s
 from supervisor.training import HERE
 
 PROGRAM: Final = HERE / "active_tests.py"
@@ -55,20 +56,33 @@ class ChildReport(Frozen, frozen=True, kw_only=True):
     took_s: float = 0.0
     waited_s: float = 0.0
     """Of that its threads waited for a CPU, by the kernel's word."""
+    throttled_s: float = 0.0
+    """Of that because the CPU quota of its control group was used up."""
     stalled_s: float = 0.0
     """How long it was looked at after its last progress."""
     stalled_waited_s: float = 0.0
     """Of that its threads waited for a CPU."""
+    stalled_throttled_s: float = 0.0
+    """Of that because of the quota."""
 
     @property
     def waited(self) -> float:
-        """The share of its time that it waited for a CPU; 0 where that was not long."""
-        return self.waited_s / self.took_s if self.waited_s >= WAITED_S else 0.0
+        """The share of its time that it waited for a CPU that others had; 0 where that was not long."""
+        waited_s = self.waited_s - self.throttled_s
+        return waited_s / self.took_s if waited_s >= WAITED_S else 0.0
+
+    @property
+    def throttled(self) -> float:
+        """The share of its time that its CPU quota kept it waiting."""
+        return min(1.0, self.throttled_s / self.took_s) if self.took_s > 0.0 else 0.0
 
     @property
     def stalled_waited(self) -> float:
-        """The share of its last test's time that it waited for a CPU; 1 where that was too short to tell."""
-        return self.stalled_waited_s / self.stalled_s if self.stalled_s >= STALLED_S else 1.0
+        """The share of its last test's time that it waited for a CPU that others had; 1 where that was too short to
+        tell.
+        """
+        waited_s = self.stalled_waited_s - self.stalled_throttled_s
+        return max(0.0, waited_s) / self.stalled_s if self.stalled_s >= STALLED_S else 1.0
 
     @property
     def kind(self) -> str:
@@ -230,7 +244,7 @@ class WarmParent:
 
 
 class _Child:
-    def __init__(self, device: str, started: _Started) -> None:
+    def __init__(self, device: str, started: _Started, siblings: int) -> None:
         self.device = device
         self.started = started
         self.pidfd = started.pidfd
@@ -244,6 +258,9 @@ class _Child:
         self._said_at, self._waited_before_s = self._began, 0.0
         self._looked_at = self._began
         self._waited_of: dict[str, float] = {}
+        self._siblings = siblings
+        self._quota = QuotaWatch(started.pid)
+        self._throttled_first = self._throttled_said = self._throttled_now = self._quota.look()
 
     def read(self, descriptor: int) -> None:
         data = os.read(descriptor, 65536)
@@ -254,12 +271,14 @@ class _Child:
             self.out += data[: max(0, ANSWER_BYTES - len(self.out))]
             if b'"test"' in data or b'"joined"' in data:  # an error is no progress
                 self._said_at, self._waited_before_s = time.monotonic(), self._waited_s
+                self._throttled_said = self._quota.look()
         else:
             self.words = (self.words + data)[-WORDS_BYTES:]
 
     def look(self) -> None:
         """How long it has lived, and how long of that its threads waited for a CPU."""
         self._looked_at = time.monotonic()
+        self._throttled_now = self._quota.look()
         self._took_s = self._looked_at - self._began
         for path in Path(f"/proc/{self.started.pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -295,6 +314,8 @@ class _Child:
         last = next((str(line.get("test")) for line in reversed(lines) if line.get("test")), "its start")
         error = next((clean_line(str(line["error"]), 300) for line in lines if line.get("error")), "")
         died = "" if done or self.killed else error or self._how()
+        stalled_s = max(0.0, self._looked_at - self._said_at)
+        stalled_waited_s = self._waited_s - self._waited_before_s
         return ChildReport(
             device=self.device,
             lines=lines,
@@ -303,9 +324,14 @@ class _Child:
             unkillable=not self.gone,
             took_s=self._took_s,
             waited_s=self._waited_s,
-            stalled_s=max(0.0, self._looked_at - self._said_at),
-            stalled_waited_s=self._waited_s - self._waited_before_s,
+            throttled_s=self._throttled_s(self._throttled_first, self._took_s, self._waited_s),
+            stalled_s=stalled_s,
+            stalled_waited_s=stalled_waited_s,
+            stalled_throttled_s=self._throttled_s(self._throttled_said, stalled_s, stalled_waited_s),
         )
+
+    def _throttled_s(self, before: tuple[Throttled, ...], took_s: float, waited_s: float) -> float:
+        return throttled_most_s(before, self._throttled_now, took_s, waited_s, self._siblings)
 
     def _how(self) -> str:
         code = self.code
@@ -357,7 +383,7 @@ def run_children(
         for order in orders:
             started = warm.fork(order, given, inherited) if warm is not None else None
             started = started or _fresh(python, order, given, cwd, inherited)
-            children.append(_Child(str(order.get("device", "")), started))
+            children.append(_Child(str(order.get("device", "")), started, len(orders)))
         _watch(children, time.monotonic() + deadline_s, deadline_s, memory_bytes, together, until)
         return tuple(child.report() for child in children)
     finally:

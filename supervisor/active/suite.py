@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from diagnosis.signals import clean_line
 from recovery.active_verdicts import LESS_IS_BETTER, Figure, judge, to_repeat
+from recovery.group_tests import BUSY as BUSY_SHARE
 from recovery.group_tests import GroupPart
 from recovery.ledger import TestResult
 from supervisor.active.children import ChildReport, WarmParent, run_children
@@ -230,13 +231,14 @@ def _figures(node: str, report: ChildReport, at: float, part: str) -> list[Figur
         test=part,
         took_s=report.took_s,
         waited=report.waited,
+        throttled=report.throttled,
     )
     found = [
         replace(
             base,
             gpu=clean_line(str(line.get("uuid") or base.gpu), 80),
             test=clean_line(str(line["test"]), 80),
-            value=_typical(line, report.kind),
+            value=_typical(line, report),
             unit=clean_line(str(line.get("unit", "")), 20),
             digest=clean_line(str(line.get("digest", "")), 80),
             unfinished=clean_line(str(line.get("unfinished", "")), 300),
@@ -268,16 +270,21 @@ CRASHES: Final = (
 well. Other errors, such as no memory left, say nothing of the device."""
 
 
-def _typical(line: Mapping[str, Any], kind: str) -> float | None:
-    """Of several repetitions the median. On a CPU the best: others use it, too, and that is no fault of it."""
+def _typical(line: Mapping[str, Any], report: ChildReport) -> float | None:
+    """Of several repetitions the median. On a CPU the best: others use it, too, and that is no fault of it. Where a
+    quota slows the node itself, what all of them together give: a short one may have fitted into what was left of it.
+    """
     values = line.get("values")
     if not isinstance(values, list):
         return None
     found = [number for value in values[:1000] if (number := number_of(value)) > 0.0]
     if not found:
         return None
-    if kind.endswith(" CPU"):
-        return min(found) if line.get("unit") in LESS_IS_BETTER else max(found)
+    less = line.get("unit") in LESS_IS_BETTER
+    if report.throttled >= BUSY_SHARE:
+        return statistics.fmean(found) if less else statistics.harmonic_mean(found)
+    if report.kind.endswith(" CPU"):
+        return min(found) if less else max(found)
     return statistics.median(found)
 
 
@@ -337,7 +344,7 @@ def part_of(reports: Sequence[ChildReport]) -> GroupPart:
     seconds: dict[str, float] = {}
     for report in reports:
         for line in report.lines:
-            value = _typical(line, report.kind)
+            value = _typical(line, report)
             if isinstance(line.get("test"), str) and line.get("unit") == "s" and value is not None:
                 test = clean_line(line["test"], 80)
                 seconds[test] = max(seconds.get(test, 0.0), value)
@@ -346,6 +353,7 @@ def part_of(reports: Sequence[ChildReport]) -> GroupPart:
         wrong=any(line.get("test") and not line.get("ok") for one in reports for line in one.lines),
         seconds=seconds,
         waited=max((one.waited for one in reports), default=0.0),
+        throttled=max((one.throttled for one in reports), default=0.0),
         stalled_waited=max((one.stalled_waited if _joined(one) else 1.0 for one in reports), default=1.0),
     )
 

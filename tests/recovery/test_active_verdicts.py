@@ -139,6 +139,26 @@ def test_a_slow_one_on_a_busy_node_is_not_known() -> None:
     assert verdicts(judge(figures, again=figures[5:])) == ".....?"
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "earlier", "verdict"),
+    [
+        (0.72, 0.0, False, "F"),
+        (0.72, 0.0, True, "?"),  # whether they had a quota, too, is not known
+        (0.72, 0.7, False, "F"),  # all have one: it is slower beside them
+    ],
+)
+def test_a_quota_is_the_nodes_own_slowness(own: float, others: float, earlier: bool, verdict: str) -> None:
+    good = [replace(one, throttled=others) for one in rates(*WELL)]
+    slow = replace(rates(200.0)[0], node="n9", throttled=own)
+    result = judge(
+        [slow, *([] if earlier else good)], earlier=good if earlier else (), again=[replace(slow, seconds=1.0)]
+    )
+    assert verdicts(result)[0] == verdict
+    assert "72 %" in result[0].reason
+    busy = replace(slow, waited=0.3)
+    assert verdicts(judge([busy, *good], again=[busy]))[0] == "?"
+
+
 def test_steps_that_torch_cannot_repeat_are_no_fault_of_a_device() -> None:
     odd = [replace(one, fault="gradients differ between runs") for one in digests("a", "b", "c")]
     assert verdicts(judge(odd)) == "???"

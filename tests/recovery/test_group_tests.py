@@ -178,3 +178,26 @@ def test_products_on_busy_cpus_blame_nobody(test: str, named_too: bool) -> None:
     nodes = [f"n{number}" for number in range(1, 7)]
     found = conclude(nodes, [first, second], pair_margin(["torch 2.13 CPU"]))
     assert named(found) == ({"n1"} if named_too else set())
+
+
+@pytest.mark.parametrize(("throttled", "names"), [(("n2",), {"n2"}), ((), set()), (("n0", "n1", "n2", "n3"), set())])
+def test_products_are_slow_by_little_where_only_its_own_quota_slows_a_node(
+    throttled: tuple[str, ...], names: set[str]
+) -> None:
+    margin = pair_margin(["EPYC CPU"])
+    nodes = [f"n{number}" for number in range(4)]
+    rounds: list[list[GroupOutcome]] = []
+    while groups := next_groups(nodes, rounds, margin):
+        rounds.append(
+            [
+                GroupOutcome(
+                    nodes=group,
+                    seconds={"group_matmul": 0.25 if "n2" in group else 0.05},
+                    throttled={node: 0.7 for node in group if node in throttled},
+                )
+                for group in groups
+            ]
+        )
+    found = conclude(nodes, rounds, margin)
+    assert named(found) == names
+    assert all("70 %" in one.why for one in found.named)

@@ -208,6 +208,19 @@ def test_an_exchange_that_stalls_although_the_cpus_had_time(
     assert bool(outcome.busy) == busy
 
 
+def test_what_a_quota_takes_is_no_want_of_cpus() -> None:
+    """Of one node: it is slow by itself. Of all: a missed deadline says nothing, that they are slow may be compared."""
+    held = {"took_s": 9.0, "waited_s": 6.5, "throttled_s": 6.3}
+    slow, free = report(**held), report(took_s=9.0, waited_s=3.0)
+    one = group_outcome(("a", "b"), {"a": part_of((slow,)), "b": part_of((free,))})
+    assert not one.busy
+    assert one.throttled == {"a": 0.7}
+    late = report(died="timed out", **held)
+    assert not group_outcome(("a", "b"), {"a": part_of((late,)), "b": part_of((free,))}).busy
+    assert group_outcome(("a", "b"), {"a": part_of((late,)), "b": part_of((slow,))}).busy
+    assert not group_outcome(("a", "b"), {"a": part_of((slow,)), "b": part_of((slow,))}).busy
+
+
 def test_how_long_a_child_had_said_nothing(training_python: Any) -> None:
     """What it says of its own end is no progress."""
     body = 'tell(joined=True)\ntime.sleep(3)\ntell(error="timed out")\ntime.sleep(1)\nsys.exit(1)'

@@ -1,0 +1,90 @@
+"""How long a CPU quota kept a process from computing.
+
+The kernel counts a process as waiting for a CPU also while the quota of its control group is used up. The group itself
+says how much of that was the quota: its node is slow by itself, and not because of others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+CGROUPS: Final = Path("/sys/fs/cgroup")
+STAT_BYTES: Final = 65536
+
+
+class Throttled(NamedTuple):
+    """What a group's `cpu.stat` has counted since it was made."""
+
+    seconds: float
+    """Of all its CPUs together."""
+    periods: int
+    of_periods: int
+
+
+def read_stat(text: str) -> Throttled:
+    """Of cgroup v1 or v2. A group without a quota counts nothing."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        name, _, number = line.partition(" ")
+        if number.isascii() and number.isdigit():
+            found[name] = int(number)
+    seconds = found.get("throttled_usec", 0) / 1e6 + found.get("throttled_time", 0) / 1e9
+    return Throttled(seconds, found.get("nr_throttled", 0), found.get("nr_periods", 0))
+
+
+def throttled_s(before: Throttled, after: Throttled, took_s: float, waited_s: float, processes: int) -> float:
+    """How much of the `waited_s` that the threads of one of several equal processes waited within `took_s` the quota of
+    their group made.
+
+    It is not told for each process. At most all of the periods in which the quota was used up.
+    """
+    of_periods = after.of_periods - before.of_periods
+    share = (after.periods - before.periods) / of_periods if of_periods > 0 else 0.0
+    own_s = (after.seconds - before.seconds) / max(1, processes)
+    return max(0.0, min(waited_s, own_s, share * max(took_s, waited_s)))
+
+
+def stat_files(groups: str, root: Path = CGROUPS) -> tuple[Path, ...]:
+    """`groups`: /proc/PID/cgroup. The group of its CPU controller, and those above it, as far as they are seen here.
+
+    In a container the path may be the host's, and its own group is the root.
+    """
+    found: dict[Path, None] = {}
+    for line in groups.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / (controllers or ("unified" if (root / "unified").is_dir() else ""))
+        place = base / path.strip("/")
+        if ".." not in place.parts:
+            levels = (place, *(one for one in place.parents if one.is_relative_to(base)))
+            found |= dict.fromkeys(file for level in levels if (file := level / "cpu.stat").is_file())
+    return tuple(found)
+
+
+class QuotaWatch:
+    """Of the groups that a process is in when it is first looked at. Never raises."""
+
+    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+        self._files = stat_files(_text(proc / str(pid) / "cgroup"))
+
+    def look(self) -> tuple[Throttled, ...]:
+        return tuple(read_stat(_text(file)) for file in self._files)
+
+
+def throttled_most_s(
+    before: tuple[Throttled, ...], after: tuple[Throttled, ...], took_s: float, waited_s: float, processes: int
+) -> float:
+    """Of the group and those above it, the one that kept it waiting longest."""
+    each = (throttled_s(*pair, took_s, waited_s, processes) for pair in zip(before, after, strict=True))
+    return max(each, default=0.0)
+
+
+def _text(file: Path) -> str:
+    try:
+        with open(file, "rb") as opened:
+            return opened.read(STAT_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
