@@ -278,8 +278,8 @@ def _judged(figure: Figure, context: Context) -> tuple[TestVerdict, str]:
         return "unknown", f"{reason}; {_busy(figure)}"
     if verdict == "fail" and figure.throttled >= BUSY:
         # What was kept from before does not say whether those nodes had a quota, too.
-        test = (figure.kind, figure.test)
-        others = context.present[test] - context.present[(*test, figure.node)]
+        mine = context.present[figure.kind, figure.test, figure.node]
+        others = context.present[figure.kind, figure.test] - mine
         enough = others >= ENOUGH - 1 or figure.test in context.floors
         return "fail" if enough else "unknown", f"{reason}; {throttled_words(figure.throttled)}"
     return verdict, reason
