@@ -206,7 +206,9 @@ class LogEvidence(Frozen, frozen=True, kw_only=True):
     compared: RunComparison | None = None
 
 
-PartKind = Literal["chip", "cpu", "dimm", "disk", "file", "job", "pid", "pod", "server"]
+PartKind = Literal[
+    "chip", "cpu", "device", "dimm", "disk", "file", "job", "module", "parameter", "pid", "pod", "server"
+]
 
 
 class Culprit(Frozen, frozen=True, kw_only=True):

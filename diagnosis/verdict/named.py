@@ -1,4 +1,4 @@
-"""Whom the words of old logs blame, where no account and no finding tells: a table of phrases, read near the evidence.
+"""Whom the words of old logs blame, where no account and no finding tells: phrases (`named.toml`) near the evidence.
 
 A phrase says that something failed, and names it: `Rank 1 crashed`, `error on DIMM_A1`, `server nfs2 not responding`.
 The name of who waits, of who reports, or of who was asked to end is no such phrase. Nothing here is read for a live
@@ -7,150 +7,82 @@ job, and the action of the verdict stays what it was.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from diagnosis.incident import Candidate, Culprit, LogSummary, PartKind, Verdict
+from diagnosis.incident import Candidate, Culprit, LogSummary, Verdict
+from diagnosis.tables import load
 from diagnosis.taxonomy import TAXONOMY, FailureClass
 from diagnosis.text import redact
 
+LINES_BEFORE: Final = 4
 LINES_AFTER: Final = 12
-"""So many lines after the evidence may name the culprit."""
-LINES_AT_THE_END: Final = 40
-"""Where the class is not known, so many last lines may."""
-MAX_RANKS: Final = 16
+"""So many lines around the evidence may name the culprit."""
+MAX_LISTED: Final = 16
+MAX_EVERY: Final = 4
+"""Of more that are named one by one none is to blame."""
 MAX_NAME: Final = 200
-_F = FailureClass
-_OF_DEVICES: Final = tuple(one for one, entry in TAXONOMY.items() if entry.domain == "accelerator")
-_OF_HOSTS: Final = (_F.CPU_OR_MEMORY_HW, _F.KERNEL_FAULT, _F.HOST_OOM, _F.DISK_FULL, _F.SHM_EXHAUSTED, _F.PCIE_ERROR)
-_OF_GPUS: Final = (*_OF_DEVICES, _F.CUDA_ILLEGAL_ACCESS, _F.GPU_OOM, _F.PCIE_ERROR)
-_OF_HANGS: Final = (_F.NCCL_TIMEOUT, _F.SILENT_HANG, _F.EXIT_HANG)
-_OF_FILES: Final = (
-    _F.STORAGE_ERROR,
-    _F.DISK_FULL,
-    _F.CHECKPOINT_CORRUPT_OR_MISMATCH,
-    _F.DATA_LOADING_ERROR,
-    _F.CONFIG_OR_ARGUMENT_ERROR,
-    _F.PERMISSION_OR_AUTH,
-)
-_OF_DISKS: Final = (_F.STORAGE_ERROR, _F.DISK_FULL, _F.DATA_LOADING_ERROR, _F.CHECKPOINT_CORRUPT_OR_MISMATCH)
-_RANKS: Final = r"\d{1,6}\b(?:,? (?:and )?\d{1,6}\b){0,31}"
-_PATH: Final = r"(?P<name>(?:~|\.{1,2})?/[^\s'\":;,<>()\x00]{2,400})"
-_POD: Final = r"(?:[\w-]{1,60}[/.])?(?P<name>[a-z0-9][a-z0-9-]{1,120})\b"
+_FIELDS: Final = ("rank", "gpu", "node")
+_WORDS: Final = {
+    "RANKS": r"\d{1,6}\b(?:,? (?:and )?\d{1,6}\b){0,31}",
+    "PATH": r"(?:~|\.{1,2})?/[^\s'\":;,<>()\x00]{2,400}",
+}
 
 
-class _Phrase(NamedTuple):
+class Phrase(NamedTuple):
+    """A row of the table, compiled."""
+
     kind: str
-    """`rank`, `gpu` and `node` have fields of their own."""
-    classes: tuple[FailureClass, ...]
     pattern: re.Pattern[str]
+    """The group that matched is the name."""
+    classes: frozenset[FailureClass]
+    every: bool
+    heading: bool
+    speaker: bool
+
+    def names(self, line: str) -> list[str]:
+        """What a line names by it, each once."""
+        found = (match[match.lastgroup] for match in self.pattern.finditer(line) if match.lastgroup)
+        return [one for one in dict.fromkeys(found) if one not in _NOBODY]
 
 
-def _phrases(kind: str, classes: tuple[FailureClass, ...], *patterns: str) -> list[_Phrase]:
-    return [_Phrase(kind, classes, re.compile(one)) for one in patterns]
+@functools.cache
+def phrases() -> list[Phrase]:
+    """Compiled when the first old log is read."""
+    table = load("diagnosis.verdict", "named.toml")
+    return [
+        Phrase(
+            kind=row["kind"],
+            pattern=re.compile(functools.reduce(lambda text, word: text.replace(*word), _WORDS.items(), row["regex"])),
+            classes=frozenset(one for word in row["classes"] for one in _classes(word, table["of"])),
+            every=row.get("every", False),
+            heading=row.get("heading", False),
+            speaker=row.get("speaker", False),
+        )
+        for row in table["phrase"]
+    ]
 
 
-PHRASES: Final = (
-    *_phrases(
-        "rank",
-        (_F.NCCL_SETUP,),
-        r"Duplicate GPU detected ?: rank (?P<name>\d{1,6} and rank \d{1,6})\b",
-    ),
-    *_phrases("rank", (_F.COLLECTIVE_MISMATCH,), rf"\bat and around rank (?P<name>{_RANKS})"),
-    *_phrases("rank", (*_OF_HANGS, _F.UNKNOWN), rf"(?i:\bmissing ranks?) ?[:=] ?[\[({{]?(?P<name>{_RANKS})"),
-    *_phrases(
-        "rank",
-        (_F.WORKER_CRASH, *_OF_HANGS),
-        rf"(?i:\branks?)[ =:#]{{0,2}}\[?(?P<name>{_RANKS})\]?(?: (?:was|were|has|have|is|are|status|process)){{0,2}} "
-        r"(?:crashed|failed|aborted|died|exited|killed|disappeared|dead|gone|missing|unresponsive"
-        r"|did not (?:respond|join|enter|reach|arrive))\b"
-        r"(?! to (?:connect|send|recv|receive|read|reach|get|communicate|initiali[sz]e)| (?:waiting|because|due|after)"
-        r"| with (?:exit )?(?:code|status) 0\b)(?![^\n]{0,60}(?:SIGTERM|signal 15|-15)\b)",
-    ),
-    *_phrases(
-        "gpu",
-        _OF_GPUS,
-        r"\bby GPU (?P<name>node-\d{1,3}|\d{1,3})\b",
-        r"\bGPU (?P<name>\d{1,3}) has a total capacity\b",
-        r"\((?:GPU|NPU) (?P<name>\d{1,3}); \d",
-        r"\bfor (?:CUDA|cuda|GPU|gpu|hip|npu):(?P<name>\d{1,3})\b",
-        r"\bdevice ordinal (?P<name>\d{1,3})\b",
-        r"(?P<name>\bGPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\b",
-    ),
-    *_phrases("chip", (*_OF_GPUS, _F.UNKNOWN), r"\berror from device ?\(chip[ _]?[iI]d ?[:=] ?(?P<name>\d{1,4})\b"),
-    *_phrases(
-        "dimm",
-        (_F.CPU_OR_MEMORY_HW,),
-        r"\berror on (?P<name>[\w#]{0,80}(?:DIMM|dimm|csrow)[\w#]{1,60})",
-        r"\b(?P<name>(?:P\d-?)?DIMM[ _-]?[A-Z]\d{1,2})\b",
-    ),
-    *_phrases(
-        "cpu",
-        (_F.CPU_OR_MEMORY_HW, _F.KERNEL_FAULT),
-        r"\bCPU ?#?(?P<name>\d{1,4})(?::? Machine Check|:? BANK| stuck for)",
-        r"\bLOCKUP on cpu (?P<name>\d{1,4})\b",
-    ),
-    *_phrases(
-        "server",
-        (_F.STORAGE_ERROR,),
-        r"\bserver (?P<name>[\w.:-]{1,120}) not responding",
-        r"\bto node (?P<name>[\w.:-]{1,80}@\w{2,10}) failed",
-        r"\bConnection to \S{1,80} \(at (?P<name>[\w.:-]{1,80}@\w{2,10})\) was lost",
-    ),
-    *_phrases(
-        "disk",
-        _OF_DISKS,
-        r"\bdev (?P<name>[a-z][\w-]{1,20}), sector\b",
-        r"\bI/O error on dev(?:ice)? (?P<name>[a-z][\w-]{1,20})\b",
-        r"-fs error \(device (?P<name>[\w-]{2,20})\)",
-        r"\bBTRFS(?: error)? \(device (?P<name>[\w-]{2,20})(?: state \w{1,8})?\)",
-        r"\bXFS \((?P<name>[\w-]{2,20})\): [^\n]{0,80}(?:[Ee]rror|[Cc]orrupt|[Ss]hut)",
-        r"\bnvme (?P<name>nvme\d{1,3}): (?:I/O|controller|Device not ready|Abort|Removing)",
-        r"\bDisk failure on (?P<name>[\w-]{2,20})\b",
-    ),
-    *_phrases(
-        "file",
-        _OF_FILES,
-        rf"\[Errno \d{{1,3}}\] [^:'\"\n]{{3,60}}: b?['\"](?P<name>[^'\"\n]{{2,{MAX_NAME}}})['\"]",
-        rf"(?i:can't open file|cannot open|unable to open|failed to open|could not open)[^'\"\n/]{{0,20}} "
-        rf"['\"](?P<name>[^'\"\n]{{2,{MAX_NAME}}})['\"]",
-        r"cannot identify image file (?:<[^>\n]{0,40}name=)?['\"]?(?P<name>[^\s'\">]{2,300})",
-        rf"(?i:error (?:writing|reading|opening|loading))[^:/\n]{{0,40}}[: ] ?['\"]?{_PATH}",
-        r"(?i:no such file or directory|file not found|cannot open|failed to open|unable to open)[^/\n]{0,12}" + _PATH,
-    ),
-    *_phrases(
-        "pod",
-        (_F.WORKER_CRASH,),
-        rf"\b[Pp]od: {_POD} exited with code [1-9]",
-        rf"\b[Pp]od \"?{_POD}\"? (?:has )?(?:failed|crashed|exited with|terminated with (?:exit )?code [1-9])",
-        r"\brestarting failed container=\S{1,80} pod=(?P<name>[a-z0-9-]{1,120})_",
-    ),
-    *_phrases("pid", (_F.HOST_OOM,), r"\bKilled process (?P<name>\d{1,9} \([^()\n]{1,40}\))"),
-    *_phrases(
-        "job",
-        (_F.PREEMPTED_OR_CANCELLED,),
-        r"\*\*\* (?:JOB|STEP) (?P<name>\d[\w.+]{0,30} ON [\w.-]{1,120}) CANCELLED AT \S{1,40} "
-        r"DUE TO TIME LIMIT",
-    ),
-    *_phrases(
-        "node",
-        (*_OF_DEVICES, *_OF_HOSTS, _F.NODE_FAILURE),
-        r"\bNode (?P<name>[a-z0-9][\w.-]{0,120}) status is now: Node(?:Has\w{2,20}Pressure|NotReady)",
-        r"\bkubelet, (?P<name>[a-z0-9][\w.-]{0,120})\s",
-    ),
-    *_phrases(
-        "node",  # syslog: the host that writes about its own devices and memory
-        (*_OF_DEVICES, *_OF_HOSTS),
-        r"^(?:<\d{1,3}>)?(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT[\d:.Z+-]{8,22}) "
-        r"(?P<name>[A-Za-z][\w.-]{1,120}) [\w./@-]{2,60}\[\d{1,9}\]: ",
-    ),
-)
-_MET: Final = ("file", "disk", "server", "dimm", "pid")
+def _classes(word: str, groups: dict[str, Any]) -> Iterator[FailureClass]:
+    """Of a group, a domain (but where the word is a class), or a class."""
+    members = groups.get(word) or [one.value for one, entry in TAXONOMY.items() if entry.domain == word != "unknown"]
+    if members:
+        yield from (one for member in members if member != word for one in _classes(member, groups))
+    else:
+        yield FailureClass(word)
+
+
+_MET: Final = ("device", "dimm", "disk", "file", "module", "parameter", "pid", "server")
 """Kinds that say more about a culprit that is known: what the rank could not read, what the node lacks."""
-_NUMBER: Final = re.compile(r"\d+")
+_LINK_DOWN: Final = re.compile(r"(?i)\blink (?:is )?down\b")
+_OF_REPORT: Final = re.compile(r"\s|$|[A-Z][\w /-]{0,40}:(?:\s|$)")
+"""A line of a report below its heading: indented, or `Key: value`."""
+_NOBODY: Final = ("localhost", "127.0.0.1", "0.0.0.0")
+_NUMBER: Final = re.compile(r"(?<=task:)\d+|(?<![\w:/])\d+")
 _LISTED: Final = re.compile(
     r"^(?P<reason>\S[^\n]{0,200}?)\s{1,40}\S{1,32}\s{1,12}\d{4}-\d\d-\d\dT[\d:]{8}\s{1,12}"
     r"(?P<node>[A-Za-z][\w.,\[\]-]{0,120})\s*$"
@@ -160,65 +92,94 @@ _LISTED: Final = re.compile(
 
 def with_named(found: Verdict, best: Candidate, logs: Sequence[LogSummary]) -> Verdict:
     """The verdict on old logs, with the culprits that their words name. `best`: its reading."""
-    if found.failure_class is _F.NONE or best.is_of_all:
+    if found.failure_class is FailureClass.NONE or best.is_of_all or len(found.culprits) > 1:
         return found
-    lines = list(_lines(found, best, logs))
-    named = _culprits(found.failure_class, lines)
-    if not found.culprits:
-        return msgspec.structs.replace(found, culprits=named) if named else found
-    known = found.culprits[0]
-    if len(found.culprits) > 1:
-        return found
-    if found.failure_class is _F.NODE_FAILURE and known.node and known.rank is None:
+    known = next(iter(found.culprits), None)
+    if found.failure_class is FailureClass.NODE_FAILURE and known is not None and known.node and known.rank is None:
         return msgspec.structs.replace(found, culprits=_listed(known, best, logs))
-    more = named[0] if len(named) == 1 and named[0].kind in _MET and named[0].rank is None else None
-    if more is None:
+    named, instead = _culprits(found.failure_class, best, logs)
+    if known is not None and instead and named and named[0].node:  # a link has two ends, and it may be either
+        named = () if any(map(_LINK_DOWN.search, (one.text for one in found.evidence))) else (known, *named)
+    if named and (known is None or instead):
+        return msgspec.structs.replace(found, culprits=named)
+    if known is None or len(named) != 1 or named[0].kind not in _MET:
         return found
-    return msgspec.structs.replace(found, culprits=(msgspec.structs.replace(known, kind=more.kind, name=more.name),))
+    more = msgspec.structs.replace(known, kind=named[0].kind, name=named[0].name)
+    return msgspec.structs.replace(found, culprits=(more,))
 
 
-def _lines(found: Verdict, best: Candidate, logs: Sequence[LogSummary]) -> Iterator[str]:
-    """The evidence of the reading, the lines as they stand in the log, and the lines after it."""
-    for one in best.evidence:
-        yield one.text
-    for one in best.evidence[:1]:
-        for log in logs:
-            first = log.lines - len(log.tail)
-            if log.source == one.source and one.line and one.line > first:
-                yield from log.tail[one.line - first - 1 : one.line - first + LINES_AFTER]
-    if found.failure_class is _F.UNKNOWN:  # the last word counts: a list of who is missing gets shorter
-        for log in logs:
-            yield from reversed(log.tail[-LINES_AT_THE_END:])
+class _Lines(NamedTuple):
+    near: list[str]
+    """The evidence, the lines from it on, and the lines before it."""
+    above: list[str]
+    """The lines of the file up to it, the last first."""
+    end: list[str]
+    """The end of the file."""
 
 
-def _culprits(failure_class: FailureClass, lines: Sequence[str]) -> tuple[Culprit, ...]:
-    told: dict[str, tuple[str, re.Match[str]]] = {}
-    """Field of `Culprit` -> the first phrase that tells it."""
-    for phrase in PHRASES:
-        field = phrase.kind if phrase.kind in ("rank", "gpu", "node") else "name"
-        match = _first(phrase.pattern, lines) if failure_class in phrase.classes and field not in told else None
-        if match is not None:
-            told[field] = (phrase.kind, match)
-    names = {field: redact(match["name"])[:MAX_NAME] for field, (_, match) in told.items()}
-    if "rank" in names:
-        ranks = dict.fromkeys(map(int, _NUMBER.findall(names["rank"])))
-        return tuple(Culprit(rank=rank) for rank in list(ranks)[:MAX_RANKS])
-    if not names:
-        return ()
-    known = Culprit(node=names.get("node", ""), gpu=names.get("gpu", ""))
-    if "name" not in names:
-        return (known,)
-    part = cast("PartKind", told["name"][0])
-    return (msgspec.structs.replace(known, kind=part, name=names["name"].replace(" ON ", " on ")),)
+def _lines(best: Candidate, logs: Sequence[LogSummary], is_unknown: bool) -> _Lines:
+    near: list[str] = [one.text for one in best.evidence]
+    above: list[str] = []
+    end: list[str] = []
+    for log in logs:
+        if not best.evidence or log.source == best.evidence[0].source:
+            line = best.evidence[0].line if best.evidence else None
+            at = (line or 0) - 1 - (log.lines - len(log.tail))
+            end += log.tail
+            above += log.tail[at::-1] if at >= 0 else ()
+            near += [*log.tail[at : at + LINES_AFTER + 1], *above[1 : LINES_BEFORE + 1]] if at >= 0 else ()
+    near += end[::-1] if is_unknown else ()  # the last word counts: a list of who is missing gets shorter
+    return _Lines(near, above, end or near)
 
 
-def _first(pattern: re.Pattern[str], lines: Iterable[str]) -> re.Match[str] | None:
-    """Its first match; none where a line names several by it, because one of them may be a victim."""
-    for line in lines:
-        found = list(pattern.finditer(line))
-        if found:
-            return found[0] if len({one["name"] for one in found}) == 1 else None
-    return None
+def _culprits(
+    failure_class: FailureClass, best: Candidate, logs: Sequence[LogSummary]
+) -> tuple[tuple[Culprit, ...], bool]:
+    """Who is named, and whether instead of who speaks."""
+    lines = _lines(best, logs, failure_class is FailureClass.UNKNOWN)
+    told: dict[str, list[str]] = {}
+    kinds: dict[str, Phrase] = {}
+    for phrase in phrases():
+        field = phrase.kind if phrase.kind in _FIELDS else "name"
+        if failure_class not in phrase.classes or field in told:
+            continue
+        names = _every(phrase, lines.end) if phrase.every else _first(phrase, lines.near)
+        names = _heading(phrase, lines.above) if phrase.heading else names
+        if names:
+            told[field], kinds[field] = [redact(one)[:MAX_NAME] for one in names], phrase
+    if "rank" in told:
+        ranks = dict.fromkeys(int(number) for name in told["rank"] for number in _NUMBER.findall(name))
+        return tuple(Culprit(rank=rank) for rank in list(ranks)[:MAX_LISTED]), kinds["rank"].speaker
+    count = max(map(len, told.values()), default=0)
+    if not count:
+        return (), False
+    found = []
+    for at in range(count):
+        one = {field: names[at] for field, names in told.items() if at < len(names)}
+        name = {"kind": kinds["name"].kind, "name": one["name"].replace(" ON ", " on ")} if "name" in one else {}
+        found.append(msgspec.convert({field: one[field] for field in ("gpu", "node") if field in one} | name, Culprit))
+    return tuple(found), "node" in kinds and kinds["node"].speaker
+
+
+def _first(phrase: Phrase, lines: Iterable[str]) -> list[str]:
+    """What the first line names by it; nothing where it names several, because one of them may be a victim."""
+    names = next(filter(None, map(phrase.names, lines)), [])
+    return names if len(names) == 1 else []
+
+
+def _heading(phrase: Phrase, above: Iterable[str]) -> list[str]:
+    """What the line names above which the report on it begins: of the lines between, each belongs to the report."""
+    for line in above:
+        names = phrase.names(line)
+        if names or _OF_REPORT.match(line) is None:
+            return names
+    return []
+
+
+def _every(phrase: Phrase, lines: Iterable[str]) -> list[str]:
+    """What all lines name by it; nothing where these are too many."""
+    names = list(dict.fromkeys(name for line in lines for name in phrase.names(line)))
+    return names if len(names) <= MAX_EVERY else []
 
 
 def _listed(known: Culprit, best: Candidate, logs: Sequence[LogSummary]) -> tuple[Culprit, ...]:
@@ -226,4 +187,4 @@ def _listed(known: Culprit, best: Candidate, logs: Sequence[LogSummary]) -> tupl
     row = _LISTED.match(best.evidence[0].text.strip()) if best.evidence else None
     rows = [_LISTED.match(line) for log in logs if log.source == best.evidence[0].source for line in log.tail]
     nodes = [one["node"] for one in rows if row is not None and one is not None and one["reason"] == row["reason"]]
-    return tuple(Culprit(node=node) for node in dict.fromkeys(nodes))[:MAX_RANKS] or (known,)
+    return tuple(Culprit(node=node) for node in dict.fromkeys(nodes))[:MAX_LISTED] or (known,)
