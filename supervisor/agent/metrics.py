@@ -15,77 +15,18 @@ from supervisor.agent.ranks import RankMonitor
 from supervisor.config import NodePlan
 from supervisor.errors import ConfigError
 from supervisor.metrics.port import Exposed, MetricsPort, process_samples
-from supervisor.metrics.table import BUILD, PROCESSES, Family, Sample, job_name, states
+from supervisor.metrics.table import AGENT, UNHEALTHY_NAMED, Sample, job_name, states
 from supervisor.metrics.targets import TargetFile
 from supervisor.mover.protocol import MoverStatus
 from supervisor.node_health.monitor import HealthMonitor
 
 log = logging.getLogger("unbroken.metrics")
 
-UNHEALTHY_NAMED: Final = 64
-"""Rows of unhealthy checks; all of them are counted."""
 GPUS_NAMED: Final = 64
 RANKS_NAMED: Final = 128
 PROBES_NAMED: Final = 64
 
 GPU_STATES: Final = ("healthy", "warning", "critical", "unknown")
-
-AGENT: Final = (
-    BUILD,
-    *PROCESSES,
-    Family("unbroken_agent_connected", "gauge", "1 while the agent has a connection to a controller."),
-    Family("unbroken_agent_connections_total", "counter", "Connections to controllers made."),
-    Family("unbroken_agent_attempt", "gauge", "The attempt whose ranks are watched here."),
-    Family("unbroken_agent_findings_left_out_total", "counter", "Findings that were too many to be told one by one."),
-    Family("unbroken_agent_station_up", "gauge", "1 while the process that runs these probes is there.", ("kind",)),
-    Family(
-        "unbroken_agent_checkpoint_bytes_total",
-        "counter",
-        "Bytes of checkpoints sent to a peer, copied to the shared folder, or brought to this node.",
-        ("kind",),
-    ),
-    Family(
-        "unbroken_agent_checkpoint_behind_seconds",
-        "gauge",
-        "Age of the oldest checkpoint part here that is not mirrored and in the shared folder yet; 0: there is none.",
-    ),
-    Family("unbroken_rank_step", "gauge", "Newest training step that a rank here has told.", ("rank",)),
-    Family(
-        "unbroken_rank_counted_steps", "gauge", "Steps of a rank's optimizers since it started (step clock).", ("rank",)
-    ),
-    Family("unbroken_rank_step_seconds", "gauge", "Mean time of its steps in the last half minute.", ("rank",)),
-    Family(
-        "unbroken_rank_input_wait_ratio", "gauge", "Share of the last half minute that it waited for data.", ("rank",)
-    ),
-    Family("unbroken_rank_quiet_seconds", "gauge", "Since any sign of progress of a rank here.", ("rank",)),
-    Family("unbroken_rank_stopped", "gauge", "1 while a rank here is stopped (state T) or traced.", ("rank",)),
-    Family("unbroken_probe_looks_total", "counter", "Looks of a probe.", ("probe",)),
-    Family("unbroken_probe_cpu_seconds_total", "counter", "CPU time of its looks.", ("probe",)),
-    Family("unbroken_probe_seconds_total", "counter", "Time that its looks took.", ("probe",)),
-    Family(
-        "unbroken_probe_look_timestamp_seconds",
-        "gauge",
-        "Unix time of its newest look that told anything.",
-        ("probe",),
-    ),
-    Family("unbroken_checks", "gauge", "Checks of this node (of each device one) by result.", ("state",)),
-    Family(
-        "unbroken_check_unhealthy",
-        "gauge",
-        f"Devices for which a check is unhealthy now; at most {UNHEALTHY_NAMED} rows.",
-        ("check", "level", "failure_class"),
-    ),
-    Family("unbroken_gpu_info", "info", "A GPU of this node.", ("gpu", "uuid")),
-    Family(
-        "unbroken_gpu_health", "stateset", "The worst that any check says of a GPU.", ("gpu", "unbroken_gpu_health")
-    ),
-    Family(
-        "unbroken_gpu_unhealthy",
-        "gauge",
-        "Checks of a GPU that are unhealthy now.",
-        ("gpu", "level", "failure_class"),
-    ),
-)
 
 
 def metrics_port(

@@ -10,27 +10,16 @@ import dataclasses
 import re
 from typing import Final, Literal
 
-from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
-from diagnosis.taxonomy import FailureClass
 from supervisor.node_health import pci
+from supervisor.node_health.check_table import checks_of
 from supervisor.node_health.contract import Moment, ProbeContext, recall
 from supervisor.node_health.machine import driver_version
 
 IMEX_NODES: Final = "etc/nvidia-imex/nodes_config.cfg"
 _UNSEEN: Final = "neither systemd's control groups nor the node's processes can be seen from here"
-# fmt: off
-CHECKS: Final = (
-    Check(id="fabric_manager", failure_class=FailureClass.NVLINK_ERROR, scope="node", looks=2,  # it may be starting
-        what="the fabric manager does not run on a node whose NVSwitches need it",
-        source="control group of nvidia-fabricmanager.service, /proc/*/comm",
-        threshold="not running; asked only where there are NVSwitches, or where it ran earlier in this boot"),
-    Check(id="imex", failure_class=FailureClass.NVLINK_ERROR, scope="node", when="periodic", looks=2,
-        what="IMEX does not run on a node of an IMEX domain",
-        source=f"/{IMEX_NODES}, /dev/nvidia-caps-imex-channels, control group of nvidia-imex.service",
-        threshold="not running; asked only in a domain of two nodes or more with a channel"),
-)
-# fmt: on
+CHECKS: Final = checks_of("fabric")
 Running = Literal["yes", "no", "unknown"]
 _COMMS: Final = {"nvidia-fabricmanager": "nv-fabricmanage", "nvidia-imex": "nvidia-imex"}
 """Unit -> name of its process, of which the kernel keeps 15 characters."""

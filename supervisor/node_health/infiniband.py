@@ -12,7 +12,7 @@ import msgspec
 
 from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
-from diagnosis.taxonomy import FailureClass
+from supervisor.node_health.check_table import checks_of
 from supervisor.node_health.contract import Moment, ProbeContext, Rates
 from supervisor.node_health.network import (
     MOST_LINKS,
@@ -29,65 +29,8 @@ from supervisor.node_health.network import (
 )
 
 ROOT: Final = "sys/class/infiniband"
-_PORT: Final = f"/{ROOT}/*/ports/*"
 
-# fmt: off
-# a driver that is loaded anew takes some seconds
-MISSING = Check(id="ib_device_missing", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=3,
-    what="InfiniBand or RoCE device gone",
-    source=f"/{ROOT}",
-    threshold="there earlier in this boot; critical when it is gone from the PCI bus or without a driver")
-COUNT = Check(id="ib_port_count", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=2,
-    what="too few active ports",
-    source=f"{_PORT}/state",
-    threshold="fewer active than the site expects (`ib_ports`)")
-STATE = Check(id="ib_port_state", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=2,
-    what="InfiniBand or RoCE port not active",
-    source=f"{_PORT}/state and phys_state",
-    threshold="not ACTIVE although it was in this boot or is expected; warning: INIT, ARMED, unlike its peers, or it "
-    "carried gigabytes as its active peers did")
-RATE = Check(id="ib_port_rate", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="periodic", looks=2,
-    what="port slower than it should be",
-    source=f"{_PORT}/rate",
-    threshold="below the site's `ib_rate_gbps`; warning: below what it had in this boot, or what its peers have")
-LINK_LOST = Check(id="ib_link_lost", failure_class=FailureClass.NCCL_NETWORK, scope="node",
-    what="link lost a short while ago",
-    source=f"{_PORT}/counters/link_downed",
-    threshold="once in {recent_min} minutes, or {flaps} times in {flap_hours} hours",
-    limits={"recent_min": 10, "flaps": 3, "flap_hours": 12})
-SYMBOLS = Check(id="ib_symbol_errors", failure_class=FailureClass.NCCL_NETWORK, scope="node", when="periodic",
-    what="symbol errors",
-    source=f"{_PORT}/counters/symbol_error",
-    # 120 an hour is the bit error rate of 1e-12 that the InfiniBand standard allows.
-    threshold="more than {per_hour} in an hour, or {per_s} a second over a minute",
-    limits={"per_hour": 120, "per_s": 10})
-LINK_ERRORS = Check(id="ib_link_errors", failure_class=FailureClass.NCCL_NETWORK, scope="node", when="periodic",
-    what="errors on the link",
-    source=f"{_PORT}/counters",
-    threshold="more in a minute than: link_error_recovery {link_error_recovery}, port_rcv_errors {port_rcv_errors}, "
-    "local_link_integrity_errors {local_link_integrity_errors}, excessive_buffer_overrun_errors "
-    "{excessive_buffer_overrun_errors}, port_xmit_discards {port_xmit_discards}",
-    limits={"link_error_recovery": 5, "port_rcv_errors": 10, "local_link_integrity_errors": 0,
-        "excessive_buffer_overrun_errors": 0, "port_xmit_discards": 100})
-TRANSPORT = Check(id="ib_transport_errors", failure_class=FailureClass.NCCL_NETWORK, scope="fabric", when="periodic",
-    what="connections that repeat or time out",
-    source=f"{_PORT}/hw_counters",
-    # Connections give up when a rank elsewhere dies, too: a warning, whose place may be another node. Adaptive routing
-    # makes out_of_sequence grow, and a busy receiver rnr_nak_retry_err: high limits.
-    threshold="any connection that gave up; or more in a minute than: local_ack_timeout_err {local_ack_timeout_err}, "
-    "packet_seq_err {packet_seq_err}, out_of_sequence {out_of_sequence}, rnr_nak_retry_err {rnr_nak_retry_err}, "
-    "roce_slow_restart {roce_slow_restart}, roce_adp_retrans {roce_adp_retrans}",
-    limits={"req_transport_retries_exceeded": 0, "local_ack_timeout_err": 10, "packet_seq_err": 600,
-        "out_of_sequence": 60000, "rnr_nak_retry_err": 600, "roce_slow_restart": 600, "roce_adp_retrans": 600,
-        # The same under other names: mlx4, bnxt_re, mana, efa.
-        "sq_num_tree": 0, "max_retry_exceeded": 0, "requester_retries_exceeded": 0,
-        "unresponsive_remote_events": 0})
-NETDEV = Check(id="ib_netdev", failure_class=FailureClass.NCCL_NETWORK, scope="node", when="periodic", looks=2,
-    what="RoCE port whose network interface is down",
-    source="/sys/class/infiniband/*/device/net/*/operstate",
-    threshold="the port says ACTIVE, all its interfaces are down")
-# fmt: on
-CHECKS: Final = (MISSING, COUNT, STATE, RATE, LINK_LOST, SYMBOLS, LINK_ERRORS, TRANSPORT, NETDEV)
+MISSING, COUNT, STATE, RATE, LINK_LOST, SYMBOLS, LINK_ERRORS, TRANSPORT, NETDEV = CHECKS = checks_of("infiniband")
 
 _WIDTHS: Final = {  # Bits of the counters in the PortCounters attribute (InfiniBand volume 1, 16.1.3.5).
     "link_downed": 8,

@@ -18,10 +18,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
-from diagnosis.taxonomy import FailureClass
 from supervisor.files import version_of
+from supervisor.node_health.check_table import CHECK, checks_of
 from supervisor.node_health.contract import Baseline, JobInfo, Moment, ProbeContext, Rates, recall
 
 # --- the inventory
@@ -192,20 +192,8 @@ def _site_folders(place: ProbeContext, python: str) -> list[str]:
 
 # --- its boot and its clock
 
-# fmt: off
-REBOOTED = Check(id="node_rebooted", failure_class=FailureClass.NODE_FAILURE, scope="node",
-    when="periodic", calm_looks=1,
-    what="the node was booted anew",
-    source="/proc/sys/kernel/random/boot_id, /proc/uptime",
-    threshold="another boot id than when it was last looked at, for the first {recent_s} s",
-    limits={"recent_s": 3600})
-OFFSET = Check(id="clock_offset", failure_class=FailureClass.NODE_FAILURE, scope="node", when="periodic",
-    what="the clock differs from the controller's",
-    source="times in heartbeats and their answers",
-    # No run fails from a second; credentials (munge, Kerberos, TLS) do from minutes, and logs are hard to compare.
-    threshold="over {warning_s} s for certain: warning; over {critical_s} s: critical",
-    limits={"warning_s": 0.05, "critical_s": 60})
-# fmt: on
+REBOOTED: Final = CHECK["node_rebooted"]
+OFFSET: Final = CHECK["clock_offset"]
 
 KEEP_EVERY_S: Final = 600.0
 
@@ -267,7 +255,7 @@ def _utc(at: float) -> str:
 
 class MachineProbe:
     name = "machine"
-    checks = (REBOOTED, OFFSET)
+    checks = checks_of("machine")
     every_s = 60.0
     deadline_s = 20.0
     once_s = 5.0
@@ -279,32 +267,6 @@ class MachineProbe:
         ]
 
 
-# fmt: off
-CHECKS: Final = (
-    Check(id="edac_uncorrected", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", clears=False,
-        what="uncorrected errors in the host's memory",
-        source="/sys/devices/system/edac/mc/*/ue_count",
-        # A node that was booted after its repair counts from 0 again, so any count is of this boot.
-        threshold="grew since it was first seen in this boot: critical; any before that: warning"),
-    Check(id="edac_corrected", failure_class=FailureClass.CPU_OR_MEMORY_HW, scope="node", calm_looks=20,
-        what="a storm of corrected errors in the host's memory",
-        source="/sys/devices/system/edac/mc/*/ce_count",
-        # Single corrected errors are normal. A module that gives hundreds an hour is failing, and thousands in
-        # minutes cost the CPUs themselves: each is an interrupt, or firmware that stops all CPUs.
-        threshold="{per_hour} in an hour: warning; {storm} in 5 minutes: critical",
-        limits={"per_hour": 100, "storm": 3000}),
-    Check(id="cpu_throttle", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", looks=3,
-        what="a CPU package is throttled by its temperature",
-        source="/sys/devices/system/cpu/cpu*/thermal_throttle/package_throttle_{total_time_ms,count}",
-        threshold="{percent} % of the time, or {per_minute} times a minute where the kernel does not count the time",
-        limits={"percent": 10, "per_minute": 30}),
-    Check(id="nvme_state", failure_class=FailureClass.STORAGE_ERROR, scope="node", looks=2,
-        what="an NVMe controller is dead, or resets again and again",
-        source="/sys/class/nvme/*/state",
-        threshold="dead: critical; new, resetting or connecting: warning"),
-)
-# fmt: on
-CHECK: Final = {check.id: check for check in CHECKS}
 _CPUS: Final = "sys/devices/system/cpu"
 _EDAC: Final = "sys/devices/system/edac/mc"
 
@@ -396,7 +358,7 @@ def look_at_drives(place: ProbeContext) -> list[CheckResult]:
 
 class HardwareProbe:
     name = "hardware"
-    checks = CHECKS
+    checks = checks_of("hardware")
     every_s = 30.0
     deadline_s = 20.0
     once_s = 5.0

@@ -11,49 +11,15 @@ from typing import Final
 
 import msgspec
 
-from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen
-from diagnosis.taxonomy import FailureClass
+from supervisor.node_health.check_table import checks_of
 from supervisor.node_health.contract import Moment, ProbeContext
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 MOST: Final = 16
 """Ranks whose limits are read."""
-
-# fmt: off
-RANK_CHECKS: Final = (
-    Check(id="cgroup_oom_kill", failure_class=FailureClass.HOST_OOM, scope="job", calm_looks=6,
-        what="the memory limit of the job killed a process",
-        source="memory.events (cgroup v2), memory.oom_control (v1) of the ranks' cgroups",
-        threshold="oom_kill grew"),
-    Check(id="cgroup_memory", failure_class=FailureClass.HOST_OOM, scope="job", looks=2, limits={"percent": 95},
-        what="the job is close to its memory limit",
-        source="memory.current, memory.max, memory.stat of the ranks' cgroups",
-        threshold="{percent} % of the limit in use, without what can be reclaimed"),
-    Check(id="shm_size", failure_class=FailureClass.SHM_EXHAUSTED, scope="job", when="periodic",
-        what="/dev/shm is too small for the ranks (NCCL, data loaders)",
-        source="statvfs /dev/shm as the ranks see it; of a captured tree /proc/mounts",
-        threshold="below {gib_per_rank} GiB for each rank, or for each GPU while none runs",
-        limits={"gib_per_rank": 1}),
-    Check(id="shm_free", failure_class=FailureClass.SHM_EXHAUSTED, scope="job", looks=2,
-        what="/dev/shm is full: writing there is a bus error",
-        source="statvfs /dev/shm as the ranks see it",
-        threshold="below {percent} % and {mib} MiB free: warning; below {critical_percent} % and {critical_mib} MiB:"
-        " critical",
-        limits={"percent": 5, "mib": 1024, "critical_percent": 1, "critical_mib": 64}),
-    Check(id="limit_memlock", failure_class=FailureClass.NCCL_SETUP, scope="job", when="periodic", limits={"gib": 16},
-        what="ranks may lock too little memory for RDMA (ibv_reg_mr fails)",
-        source="/proc/PID/limits, CapEff of /proc/PID/status",
-        threshold="a limit below {gib} GiB without CAP_IPC_LOCK, on a node with RDMA devices"),
-    Check(id="limit_open_files", failure_class=FailureClass.CONFIG_OR_ARGUMENT_ERROR, scope="job", when="periodic",
-        what="ranks may open too few files",
-        source="/proc/PID/limits, size of /proc/PID/fd",
-        # 1024 is what most distributions give, and most jobs live with it: only less, or almost all used, is trouble.
-        threshold="a limit below {files}, or {percent} % of it in use",
-        limits={"files": 1024, "percent": 90}),
-)
-# fmt: on
 
 
 # --- memory cgroups: how close to the limit, and what was killed for it
@@ -312,33 +278,6 @@ def look_at_ranks(place: ProbeContext, limits: dict[str, dict[str, float]]) -> l
     ]
 
 
-# fmt: off
-CHECKS: Final = (
-    Check(id="memory_available", failure_class=FailureClass.HOST_OOM, scope="node", looks=2,
-        what="the host is almost out of memory",
-        source="/proc/meminfo",
-        # Caches count as available, so a node that works well is never near this; a share alone would cry wolf on
-        # nodes with terabytes.
-        threshold="below {percent} % of the memory and {mib} MiB: warning; below {critical_mib} MiB: critical",
-        limits={"percent": 2, "mib": 2048, "critical_mib": 100}),
-    Check(id="memory_pressure", failure_class=FailureClass.HOST_OOM, scope="node", looks=2, limits={"full": 20},
-        what="all processes wait for memory",
-        source="/proc/pressure/memory",
-        threshold="full avg60 above {full} %"),
-    Check(id="io_pressure", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", looks=3, limits={"full": 60},
-        what="all processes wait for storage, for minutes",
-        source="/proc/pressure/io",
-        # On an idle node one copying process is "all processes", and saving a checkpoint takes a minute or two: only
-        # what lasts for five minutes while ranks run is worth a word.
-        threshold="full avg60 and full avg300 above {full} % while ranks run"),
-    Check(id="host_oom_kill", failure_class=FailureClass.HOST_OOM, scope="node", calm_looks=6,
-        what="the kernel killed a process for want of memory",
-        source="/proc/vmstat",
-        threshold="oom_kill grew by more than in the ranks' cgroups"),
-)
-# fmt: on
-
-
 def judge_available(memory: dict[str, int], limits: dict[str, float]) -> CheckResult:
     total, left = memory.get("MemTotal", 0) / 1024, memory.get("MemAvailable", -1024) / 1024
     if total <= 0 or left < 0:
@@ -372,7 +311,7 @@ def judge_pressure(check: str, text: str | None, limits: dict[str, float], *, ra
 
 class MemoryProbe:
     name = "memory"
-    checks = (*CHECKS, *RANK_CHECKS)
+    checks = checks_of("memory")
     every_s = 10.0
     deadline_s = 5.0
     once_s = 5.0

@@ -17,7 +17,7 @@ import msgspec
 
 from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
-from diagnosis.taxonomy import FailureClass
+from supervisor.node_health.check_table import checks_of
 from supervisor.node_health.contract import Moment, ProbeContext, fits, recall
 from supervisor.node_health.pci import ADDRESS
 
@@ -172,23 +172,7 @@ def gone_from_bus(place: ProbeContext, bus: str) -> str:
 
 # --- Ethernet
 
-# fmt: off
-CARRIER = Check(id="eth_carrier", failure_class=FailureClass.NCCL_NETWORK, scope="node", looks=2,
-    what="network interface without carrier",
-    source="/sys/class/net/*/operstate",
-    threshold="down although it was up in this boot; critical where the default route goes through it; "
-    "a bond's part that is down beside one that is up: a warning")
-LINK_LOST = Check(id="eth_link_lost", failure_class=FailureClass.NCCL_NETWORK, scope="node",
-    what="carrier lost a short while ago",
-    source="/sys/class/net/*/carrier_down_count",
-    threshold="once in {recent_min} minutes, or {flaps} times in {flap_hours} hours",
-    limits={"recent_min": 10, "flaps": 3, "flap_hours": 12})
-SPEED = Check(id="eth_speed", failure_class=FailureClass.STRAGGLER_OR_SLOW, scope="node", when="periodic",
-    what="network interface slower than before",
-    source="/sys/class/net/*/speed",
-    threshold="less than it had in this boot, or than {least_mbps} Mb/s (0: not asked for)",
-    limits={"least_mbps": 0})
-# fmt: on
+CARRIER, LINK_LOST, SPEED = checks_of("ethernet")
 
 
 class Interface(Frozen, frozen=True, kw_only=True):
@@ -293,7 +277,7 @@ class EthernetProbe:
     """Looks at the node's physical Ethernet interfaces."""
 
     name = "ethernet"
-    checks = (CARRIER, LINK_LOST, SPEED)
+    checks = checks_of("ethernet")
     every_s = 10.0
     deadline_s = 20.0
     once_s = 5.0
@@ -352,17 +336,7 @@ class EthernetProbe:
         ]
 
 
-# fmt: off
-SETTINGS: Final = Check(id="nccl_settings", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
-    what="settings of NCCL that name what this node lacks",
-    source="/proc/PID/environ (variables of NCCL only), /proc/PID/net/dev, /sys/class/infiniband",
-    threshold="an interface or RDMA device that is not there")
-RECORDER: Final = Check(id="nccl_flight_recorder", failure_class=FailureClass.NCCL_SETUP, scope="node", when="periodic",
-    what="torch's flight recorder is off: a hang leaves no trace",
-    source="/proc/PID/environ (TORCH_FR_BUFFER_SIZE, TORCH_NCCL_TRACE_BUFFER_SIZE)",
-    threshold="a buffer of 0 entries")
-# fmt: on
-CHECKS: Final = (SETTINGS, RECORDER)
+SETTINGS, RECORDER = CHECKS = checks_of("nccl")
 
 
 # --- how NCCL is set up in a rank

@@ -17,9 +17,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
-from diagnosis.taxonomy import FailureClass
+from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from supervisor.files import head_of
+from supervisor.node_health.check_table import CHECK, checks_of
 from supervisor.node_health.contract import Baseline, Moment, ProbeContext, Rates, recall
 
 Kind = Literal["gpu", "nvswitch", "nic", "nvme", "bridge"]
@@ -276,52 +276,7 @@ def tally(check: str, bad: Mapping[str, CheckResult], looked: int, what: str) ->
 
 
 DRIVER_GPUS: Final = "proc/driver/nvidia/gpus"
-# fmt: off
-CHECKS: Final = (
-    # a reset makes a GPU unreadable for a moment
-    Check(id="gpu_on_bus", failure_class=FailureClass.GPU_FALLEN_OFF_BUS, scope="gpu", looks=2,
-        outlook="fails",
-        what="a GPU that was on the PCI bus in this boot does not answer there",
-        source=f"/{DEVICES}/*/config (a captured tree without it: revision, current_link_width, current_link_speed)",
-        threshold="gone from the list, or its configuration space reads all ones"),
-    Check(id="gpu_count", failure_class=FailureClass.GPU_FALLEN_OFF_BUS, scope="node", looks=2,
-        what="fewer GPUs on the PCI bus than the site expects",
-        source=f"/{DEVICES}, /{DRIVER_GPUS}",
-        threshold="not `gpus` of the site's `[expect]`"),
-    Check(id="gpu_has_driver", failure_class=FailureClass.GPU_DRIVER, scope="gpu", when="periodic", looks=2,
-        what="a GPU on the PCI bus that the NVIDIA driver does not run, though it runs others",
-        source=f"/{DEVICES}/*/driver, /{DRIVER_GPUS}",
-        threshold="critical when the driver ran it earlier in this boot, else a warning"),
-    Check(id="nvswitch_on_bus", failure_class=FailureClass.NVLINK_ERROR, scope="node", looks=2,
-        what="an NVSwitch that was on the PCI bus in this boot does not answer there",
-        source=f"/{DEVICES}/*/config",
-        threshold="gone from the list, or its configuration space reads all ones"),
-    Check(id="pcie_link_width", failure_class=FailureClass.PCIE_ERROR, scope="node", when="periodic", looks=2,
-        outlook="slows",
-        what="a PCIe link with fewer lanes than it had, or than its peers have",
-        source=f"/{DEVICES}/*/current_link_width, max_link_width",
-        threshold="fewer than earlier in this boot, or than a peer of the same model in an equal slot"),
-    Check(id="pcie_link_speed", failure_class=FailureClass.PCIE_ERROR, scope="node", when="preflight",
-        what="the PCIe link of a NIC or NVMe drive below the speed that both ends can do",
-        source=f"/{DEVICES}/*/current_link_speed, max_link_speed",
-        threshold="below the lower of both ends"),
-    Check(id="pcie_aer_fatal", failure_class=FailureClass.PCIE_ERROR, scope="node",
-        what="fatal PCIe errors",
-        source=f"/{DEVICES}/*/aer_dev_fatal",
-        threshold="any since this boot was first looked at; older ones of this boot: a warning"),
-    Check(id="pcie_aer_nonfatal", failure_class=FailureClass.PCIE_ERROR, scope="node",
-        what="uncorrected, non-fatal PCIe errors (unsupported requests left out)",
-        source=f"/{DEVICES}/*/aer_dev_nonfatal",
-        threshold="any in this boot (a warning)"),
-    Check(id="pcie_aer_corrected", failure_class=FailureClass.PCIE_ERROR, scope="node", looks=3,
-        what="a storm of corrected PCIe errors",
-        source=f"/{DEVICES}/*/aer_dev_correctable",
-        threshold="more than {per_min} in a minute at one port, three looks in a row",
-        # What a Gen5 x16 link may have at the bit error rate 1e-12 that PCIe allows; healthy links have next to none.
-        limits={"per_min": 31}),
-)
-# fmt: on
-BY_ID: Final = {check.id: check for check in CHECKS}
+CHECKS: Final = checks_of("pci")
 _PRESENCE: Final[tuple[tuple[Kind, str, str], ...]] = (
     ("gpu", "gpu_on_bus", "NVIDIA GPU"),
     ("nvswitch", "nvswitch_on_bus", "NVSwitch"),
@@ -499,7 +454,7 @@ class PciProbe:
         first = self._aer.of(place, {f"{address} {kind}": counts[address][kind] for address, kind in uncorrected})
         results = []
         for kind in ("fatal", "nonfatal", "corrected"):
-            check = BY_ID[f"pcie_aer_{kind}"]
+            check = CHECK[f"pcie_aer_{kind}"]
             if not counts:
                 results.append(not_applicable(check.id, "no port here counts PCIe errors (AER)"))
                 continue

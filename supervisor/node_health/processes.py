@@ -11,37 +11,13 @@ import re
 import time
 from typing import Final
 
-from diagnosis.health import Check, CheckResult, Level, healthy, not_applicable, unhealthy, unknown
+from diagnosis.health import CheckResult, Level, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
-from diagnosis.taxonomy import FailureClass
 from supervisor.files import head_of
+from supervisor.node_health.check_table import checks_of
 from supervisor.node_health.contract import Moment, ProbeContext, recall
 
-_STUCK_SOURCE: Final = "/proc/*/stat, schedstat, wchan"
-_STUCK_RULE: Final = "in state D for {seconds} s without running, seen {looks} times"
-_ONE_LOOK_RULE: Final = "; without an agent: 2 s are a warning, in a captured tree one look is"
-
-# fmt: off
-CHECKS: Final = (
-    Check(id="process_stuck_driver", failure_class=FailureClass.GPU_HANG, scope="node",
-        what="a process is stuck in the NVIDIA driver",
-        source=_STUCK_SOURCE,
-        # Waking 8 GPUs that no one held takes the driver up to a minute, also in state D.
-        threshold=_STUCK_RULE + _ONE_LOOK_RULE,
-        limits={"seconds": 150, "looks": 3}),
-    Check(id="process_stuck_storage", failure_class=FailureClass.STORAGE_ERROR, scope="node",
-        what="a process is stuck waiting for storage",
-        source=_STUCK_SOURCE,
-        threshold=f"{_STUCK_RULE}: warning; a rank: critical{_ONE_LOOK_RULE} (network file systems only)",
-        limits={"seconds": 300, "looks": 3}),
-    Check(id="process_stuck", failure_class=FailureClass.KERNEL_FAULT, scope="node",
-        what="a process is stuck in the kernel",
-        source=_STUCK_SOURCE,
-        threshold=f"{_STUCK_RULE}: warning; a rank: critical",
-        limits={"seconds": 300, "looks": 3}),
-)
-# fmt: on
-CHECK: Final = {check.id: check for check in CHECKS}
+CHECKS: Final = checks_of("processes")
 
 
 # --- reading: one pass over `stat`, which never blocks (`cmdline`, `environ` and `maps` of a stuck process do)

@@ -25,7 +25,7 @@ from diagnosis.health import (
     unknown,
 )
 from diagnosis.signals import Finding, Signal
-from diagnosis.taxonomy import FailureClass
+from supervisor.node_health.check_table import checks_of
 from supervisor.node_health.contract import JobInfo
 from supervisor.node_health.protocol import PollReport, TimedOut
 
@@ -37,23 +37,7 @@ FINDINGS_A_MINUTE: Final = 60
 UNKILLABLE_AFTER_S: Final = 60.0
 """A killed process that is still runnable after this counts as unkillable; until then it may just lack CPU time."""
 
-GPU_RESPONDS: Final = Check(
-    id="gpu_driver_responds",
-    what="a call of the GPU driver does not return",
-    source="NVML calls in a process of their own; /proc/PID/task/*/{stat,wchan}",
-    threshold="no return for {seconds} s, or a process that does not even die",
-    failure_class=FailureClass.GPU_HANG,
-    scope="node",
-    limits={"seconds": 45.0},
-)
-NODE_RESPONDS: Final = Check(
-    id="station_node_responds",
-    what="a look at this node does not return",
-    source="the probes' own deadlines; /proc/PID/task/*/{stat,wchan}",
-    threshold="a look past its deadline; critical: a process that does not die",
-    failure_class=FailureClass.KERNEL_FAULT,
-    scope="node",
-)
+GPU_RESPONDS, NODE_RESPONDS = checks_of("responds")
 GPU_CALL_S: Final = 10.0
 """A call of the GPU driver takes milliseconds; only the first one, which loads it, may take tens of seconds."""
 RESPONDS: Final[dict[str, Check]] = {"gpu": GPU_RESPONDS, "node": NODE_RESPONDS}

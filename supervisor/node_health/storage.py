@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
+from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
-from diagnosis.taxonomy import FailureClass
+from supervisor.node_health.check_table import checks_of
 from supervisor.node_health.contract import Moment, ProbeContext, recall
 
 # --- the mount table
@@ -326,46 +326,7 @@ class Asker:
 
 GIB: Final = 1 << 30
 
-# fmt: off
-PRESENT = Check(id="mount_present", failure_class=FailureClass.STORAGE_ERROR, scope="node",
-    when="periodic", calm_looks=1,
-    what="a file system that the job or the site needs is not mounted",
-    source="/proc/self/mountinfo",
-    threshold="expected by the site, or held the job's folders earlier in this boot, and is not mounted now")
-WRITABLE = Check(id="mount_writable", failure_class=FailureClass.STORAGE_ERROR, scope="node",
-    when="periodic", calm_looks=1,
-    what="a file system became read-only",
-    source="/proc/self/mountinfo",
-    threshold="read-only now, and was writable earlier in this boot, or made so by the kernel after an error")
-ANSWERS = Check(id="mount_answers", failure_class=FailureClass.STORAGE_ERROR, scope="node",
-    when="periodic", calm_looks=1,
-    what="a file system does not answer",
-    source="statvfs in a child process",
-    threshold="no answer within {unknown_s} s: unknown; within {hang_s} s (before a job: {unknown_s} s), or an error",
-    limits={"unknown_s": 10, "hang_s": 30})
-SPACE = Check(id="disk_space", failure_class=FailureClass.DISK_FULL, scope="storage", when="periodic", calm_looks=1,
-    what="a file system is nearly full",
-    source="statvfs",
-    # A share alone is no measure: 5 % of a large shared file system is room for months. Critical is only what is about
-    # to fail: it counts as the cause of a failure that nothing else explains.
-    threshold="less than {few_checkpoints} more of the job's checkpoints fit, or over {warning_percent} % used"
-    " with less than {warning_gib} GiB free: warning; less than {least_checkpoints}, or over {critical_percent} %"
-    " with less than {critical_gib} GiB: critical; beside a job a mount that it does not use: at most a warning",
-    limits={"few_checkpoints": 2, "least_checkpoints": 1, "warning_percent": 85, "critical_percent": 95,
-        "warning_gib": 50, "critical_gib": 1})
-INODES = Check(id="disk_inodes", failure_class=FailureClass.DISK_FULL, scope="storage", when="periodic", calm_looks=1,
-    what="a file system has few inodes left",
-    source="statvfs",
-    threshold="over {warning_percent} % used with less than {warning_free} free, critical over {critical_percent} %"
-    " with less than {critical_free}; beside a job as for disk_space",
-    limits={"warning_percent": 85, "critical_percent": 95, "warning_free": 500_000, "critical_free": 10_000})
-WRITE = Check(id="storage_write", failure_class=FailureClass.STORAGE_ERROR, scope="node", when="preflight",
-    what="a small file cannot be written, read and removed",
-    source="open, write, fsync, read, unlink in a child process",
-    threshold="an error, or not done within {seconds} s",
-    limits={"seconds": 10})
-# fmt: on
-CHECKS: Final = (PRESENT, WRITABLE, ANSWERS, SPACE, INODES, WRITE)
+PRESENT, WRITABLE, ANSWERS, SPACE, INODES, WRITE = CHECKS = checks_of("storage")
 _OUT_OF_SIGHT: Final = {errno.EACCES, errno.EPERM}
 _NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT}
 _LEVELS: Final[tuple[Level, ...]] = ("critical", "warning")

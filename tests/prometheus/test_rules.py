@@ -14,9 +14,9 @@ import yaml
 from diagnosis.health import Level
 from diagnosis.taxonomy import FailureClass
 from recovery.tiers import TIERS
-from supervisor.agent.metrics import AGENT, GPU_STATES
+from supervisor.agent.metrics import GPU_STATES
 from supervisor.cli.main import main
-from supervisor.metrics.table import AGENT_LABELS, CONTROLLER, CONTROLLER_LABELS, OUTCOMES, WAITING
+from supervisor.metrics.table import AGENT, CONTROLLER, OUTCOMES, WAITING
 from supervisor.node_health.state import RESPONDS
 from supervisor.view import JobStateName
 
@@ -102,7 +102,7 @@ SCRAPED = {"instance", "job", "unbroken_role", "unbroken_only_on", "node"}
 def families() -> dict[str, tuple[str, ...]]:
     """Each metric with its labels."""
     found: dict[str, tuple[str, ...]] = {"up": ("unbroken_role", "unbroken_only_on", "node")}
-    for table, common in ((CONTROLLER, CONTROLLER_LABELS), (AGENT, AGENT_LABELS)):
+    for table, common in ((CONTROLLER, ("job",)), (AGENT, ("job", "node"))):
         for family in table:
             for suffix in ("", "_sum", "_count"):
                 found[family.name + suffix] = (*family.labels, *common)

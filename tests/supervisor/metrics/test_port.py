@@ -19,13 +19,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from supervisor.agent.metrics import AGENT
 from supervisor.blocking import timeout
 from supervisor.config import MetricsSettings, received
 from supervisor.errors import ConfigError
 from supervisor.metrics import port as metrics_port
 from supervisor.metrics.port import CONNECTIONS, Exposed, MetricsPort
-from supervisor.metrics.table import Sample
+from supervisor.metrics.table import AGENT, Sample
 from supervisor.metrics.targets import STALE_S, Role, TargetFile
 
 LOOPBACK = "127.0.0.1"

@@ -22,20 +22,18 @@ from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
 from supervisor.agent.link import ControllerAddress, Link
-from supervisor.agent.metrics import AGENT, agent_samples
+from supervisor.agent.metrics import agent_samples
 from supervisor.agent.ranks import RankMonitor
 from supervisor.controller.metrics import job_samples
 from supervisor.job.incidents import RECORDS_KEPT
 from supervisor.job.job import Job
 from supervisor.metrics.port import page, process_samples
 from supervisor.metrics.table import (
-    AGENT_LABELS,
+    AGENT,
     CONTROLLER,
-    CONTROLLER_LABELS,
     CORDONS_NAMED,
     Family,
     Sample,
-    as_markdown,
     job_name,
 )
 from supervisor.node_health.monitor import HealthMonitor
@@ -98,6 +96,17 @@ def test_names_and_labels_keep_the_conventions() -> None:
         assert not re.search(r"_(ms|milliseconds|minutes|hours|kb|mib|percent)(_|$)", family.name), "base units"
     for table in (CONTROLLER, AGENT):
         assert len({family.name for family in table}) == len(table)
+
+
+def as_markdown(families: tuple[Family, ...]) -> str:
+    """A table of docs/metrics.md (a test keeps the two equal)."""
+    head = ["| metric | type | labels | meaning |", "| --- " * 4 + "|"]
+    rows = []
+    for family in families:
+        names = f"{family.name}_sum`, `{family.name}_count" if family.kind == "summary" else family.name
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        rows.append(f"| `{names}` | {family.kind} | {labels} | {family.help} |")
+    return "\n".join([*head, *rows]) + "\n"
 
 
 def test_the_page_lists_what_there_is() -> None:
@@ -312,7 +321,7 @@ def test_a_process_that_has_gone_tells_nothing() -> None:
 def text_of(
     families: Sequence[Family], samples: Iterable[Sample], common: Sequence[str], accept: str = OPENMETRICS
 ) -> str:
-    names = CONTROLLER_LABELS if families is CONTROLLER else AGENT_LABELS
+    names = ("job",) if families is CONTROLLER else ("job", "node")
     return page(families, samples, list(zip(names, common, strict=True)), accept, "").body.decode()
 
 
