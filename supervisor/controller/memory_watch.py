@@ -19,7 +19,7 @@ from supervisor import messages as m
 from supervisor.blocking import BlockingCalls
 
 if TYPE_CHECKING:
-    from supervisor.job.incidents import IncidentRecord
+    from supervisor.job.incident_log import IncidentRecord
     from supervisor.job.job import Job
 
 log = logging.getLogger("unbroken.controller")

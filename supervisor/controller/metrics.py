@@ -17,7 +17,7 @@ from recovery.snapshot_choice import RankSnapshot
 from recovery.snapshot_mirrors import Mirrored
 from recovery.swaps import Cause
 from supervisor.job.advice import JobAdvice
-from supervisor.job.incidents import IncidentRecord
+from supervisor.job.incident_log import IncidentRecord
 from supervisor.job.scheduler import NOT_DRAINED
 from supervisor.job.view import ettr, shown_state, startup_s
 from supervisor.metrics.table import CORDONS_NAMED, OUTCOMES, WAITING, Sample, states

@@ -21,7 +21,7 @@ from recovery.cadence import DAY_S, Advice, Costs, Figures, advise, observed_nod
 from recovery.checkpoint import POINTER, Checkpoint, is_beside
 from supervisor.job import view
 from supervisor.job.attempts import Attempt
-from supervisor.job.incidents import IncidentRecord
+from supervisor.job.incident_log import IncidentRecord
 from supervisor.messages import CheckpointsSeen
 
 SAVES_KEPT = 128

@@ -63,7 +63,8 @@ from supervisor.job import view
 from supervisor.job.advice import Saves
 from supervisor.job.alerts import Alerts
 from supervisor.job.assignments import Assignments
-from supervisor.job.attempts import Attempt, Attempts, Checkpoints, Choose, Space
+from supervisor.job.attempts import Attempt, Attempts, Space
+from supervisor.job.checkpoint_choice import Checkpoints, Choose
 from supervisor.job.core import (
     EARLY_S,
     STOP_GRACE_S,

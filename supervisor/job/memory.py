@@ -10,7 +10,7 @@ import msgspec
 from recovery.incident_memory import CORRECTIONS_KEPT, ClosedIncident, Correction, fingerprint, unknown_class
 from supervisor import messages as m
 from supervisor.job.core import Core, Wants
-from supervisor.job.incidents import IncidentLog, IncidentRecord
+from supervisor.job.incident_log import IncidentLog, IncidentRecord
 from supervisor.job.nodes import Nodes
 from supervisor.notes import note
 

@@ -27,7 +27,8 @@ from supervisor.job.core import (
     WantsAnd,
     cancel,
 )
-from supervisor.job.incidents import IncidentRecord, Incidents
+from supervisor.job.incident_log import IncidentRecord
+from supervisor.job.incidents import Incidents
 from supervisor.job.ledger import ClusterLedger
 from supervisor.job.loss import LossGuard
 from supervisor.job.memory import Memory

@@ -15,7 +15,7 @@ from diagnosis.signals import ExitRecord, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import choose as choose_checkpoint
 from supervisor import messages as m
-from supervisor.job.attempts import Choose
+from supervisor.job.checkpoint_choice import Choose
 from supervisor.job.job import Job
 
 PREAMBLE = """

@@ -11,7 +11,7 @@ from diagnosis.signals import Evidence, Finding, NodeEvidence, RankSample
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
 from supervisor import messages as m
-from supervisor.job.attempts import FOLDERS_KEPT
+from supervisor.job.checkpoint_choice import FOLDERS_KEPT
 from supervisor.job.view import startup_s
 from supervisor.view import utc
 

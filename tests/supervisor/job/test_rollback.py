@@ -10,7 +10,7 @@ import pytest
 from diagnosis.signals import LossAlarm
 from recovery.checkpoint import Checkpoint, PutBack, SetAside
 from supervisor import messages as m
-from supervisor.job.attempts import SPANS_KEPT
+from supervisor.job.checkpoint_choice import SPANS_KEPT
 from supervisor.job.job import Job
 from supervisor.job.loss import ALARMS_REPORTED
 from supervisor.messages import Note

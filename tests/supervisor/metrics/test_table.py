@@ -25,7 +25,7 @@ from supervisor.agent.link import ControllerAddress, Link
 from supervisor.agent.metrics import agent_samples
 from supervisor.agent.ranks import RankMonitor
 from supervisor.controller.metrics import job_samples
-from supervisor.job.incidents import RECORDS_KEPT
+from supervisor.job.incident_log import RECORDS_KEPT
 from supervisor.job.job import Job
 from supervisor.metrics.port import page, process_samples
 from supervisor.metrics.table import (
