@@ -147,7 +147,7 @@ class HeartbeatBuilder:
     def build(self) -> Heartbeat:
         state, saved, assignment = self._state, self._state.saved, self._state.assignment
         self._seq += 1
-        launcher, how = launcher_state(state.situation(), self._keeper_gone_s())
+        launcher, how = launcher_state(state, self._keeper_gone_s())
         if state.is_replaced and launcher in ("joining", "ended"):
             launcher, how = "starting", ""
         ended = state.keeper.launcher if launcher == "ended" and state.keeper is not None else None
@@ -591,7 +591,7 @@ class NodeAgent:
         if assignment is None:
             return
         self._tester.follow(assignment.tests)
-        for action in reconcile(assignment, self._state.situation(may_launch=self._actions.may_launch)):
+        for action in reconcile(assignment, self._state, may_launch=self._actions.may_launch):
             if isinstance(action, Collect):
                 self._look(time.monotonic())  # evidence has what the ranks have written until now
             try:

@@ -13,7 +13,7 @@ import re
 from diagnosis.signals import Frozen, from_wait_status, signal_name
 from recovery.snapshot_memory import MAX_LOCAL_RANKS
 from recovery.tiers import SnapshotOrders, why_bad_save
-from supervisor.keeper_client import KeeperState
+from supervisor.agent.state import AgentState
 from supervisor.messages import Assignment, LauncherState, Round
 
 # ----- bounds, whoever the controller is -----
@@ -172,31 +172,6 @@ KEEPER_GONE_S = 5.0
 """The front starts a keeper that died again within a second; one that stays away takes the attempt along."""
 
 
-class NodeSituation(Frozen, frozen=True, kw_only=True):
-    """The node as it is."""
-
-    keeper: KeeperState | None
-    joining: bool
-    """A launcher waits in rendezvous."""
-    store_port: int = 0
-    """Where its store listens, for a round of which its node is the first; 0: not known."""
-    watching: int | None
-    """The attempt whose workers a launcher watches; None when none does."""
-    prepared: int = 0
-    joined: int = 0
-    """The newest attempt that a launcher was let into."""
-    collected: int = 0
-    """The newest evidence request that was taken up."""
-    woken: int = 0
-    asked: int = 0
-    traced: int = 0
-    """The newest request for traces that was taken up."""
-    gpus: tuple[str, ...] = ()
-    """With which the newest launcher was started; empty: with all."""
-    may_launch: bool = True
-    """False while a launcher that ended before it started any rank is not to be followed by the next."""
-
-
 class Launch(Frozen, frozen=True, kw_only=True, tag=True):
     """Start a launcher."""
 
@@ -277,16 +252,17 @@ NodeAction = (
 )
 
 
-def reconcile(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
-    """What to do now, in this order."""
+def reconcile(assignment: Assignment, node: AgentState, *, may_launch: bool = True) -> list[NodeAction]:
+    """What to do now, in this order. `may_launch`: False while a launcher that ended before it started any rank is not
+    to be followed by the next."""
     actions: list[NodeAction] = []
-    if assignment.wake and assignment.wake_number > node.woken:
+    if assignment.wake and assignment.wake_number > node.saved.woken:
         actions.append(WakeRanks(ranks=assignment.wake, number=assignment.wake_number))
-    if assignment.ask and assignment.ask_number > node.asked and assignment.stage == "run":
+    if assignment.ask and assignment.ask_number > node.saved.asked and assignment.stage == "run":
         actions.append(AskRanks(signal=assignment.ask, number=assignment.ask_number))
-    if assignment.evidence is not None and assignment.evidence.number > node.collected:
+    if assignment.evidence is not None and assignment.evidence.number > node.saved.collected:
         actions.append(Collect())
-    if assignment.trace is not None and assignment.trace.number > node.traced:
+    if assignment.trace is not None and assignment.trace.number > node.saved.traced:
         actions.append(MakeTrace())
     if assignment.stage == "stop" or assignment.outcome is not None:
         actions.extend(_stop(assignment, node))
@@ -295,24 +271,24 @@ def reconcile(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
     elif assignment.stage == "finish":
         actions.extend(_finish(assignment, node))
     elif assignment.stage in ("form", "run"):
-        actions.extend(_form_or_run(assignment, node))
+        actions.extend(_form_or_run(assignment, node, may_launch))
     return actions
 
 
-def _stop(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
+def _stop(assignment: Assignment, node: AgentState) -> list[NodeAction]:
     keeper = node.keeper
     if keeper is not None and keeper.launcher_alive and not any(worker.alive for worker in keeper.workers):
         # Nothing is left to be stopped: the launcher reports what failed, comes back to rendezvous, and may end.
         if node.watching is not None:
             return [AnswerLauncher(answer="look")]
-        if node.joining:
+        if node.offer is not None:
             return [EndLauncher()]
     if keeper is not None and (keeper.launcher_alive or any(worker.alive for worker in keeper.workers)):
         return [Stop(signal=assignment.stop_signal, grace_s=assignment.grace_s)]
     return [Finished()] if assignment.outcome is not None else []
 
 
-def _vacate(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
+def _vacate(assignment: Assignment, node: AgentState) -> list[NodeAction]:
     """Spare or excluded: no workers. The launcher waits in rendezvous, or ends if the node is excluded."""
     keeper = node.keeper
     if keeper is None or assignment.stage == "hold":
@@ -321,62 +297,68 @@ def _vacate(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
         return [KillWorkers(attempt=assignment.attempt)]
     if node.watching is not None:
         return [AnswerLauncher(answer="restart")]
-    if node.joining and assignment.role == "excluded":
+    if node.offer is not None and assignment.role == "excluded":
         return [EndLauncher()]
     return []
 
 
-def _finish(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
+def _finish(assignment: Assignment, node: AgentState) -> list[NodeAction]:
     """Every rank of the job ended well: the launcher may look at its workers, and end."""
     if node.watching == assignment.attempt:
         return [AnswerLauncher(answer="look")]
     return []
 
 
-def _form_or_run(assignment: Assignment, node: NodeSituation) -> list[NodeAction]:
+def _form_or_run(assignment: Assignment, node: AgentState, may_launch: bool) -> list[NodeAction]:
     keeper, attempt = node.keeper, assignment.attempt
     if keeper is None:
         return []
-    if keeper.newest_attempt >= attempt or (node.joined >= attempt and not node.joining):
+    if keeper.newest_attempt >= attempt or (node.saved.joined >= attempt and node.offer is None):
         return []  # its workers run, are being started, or have ended: the heartbeat reports that
     if any(worker.alive for worker in keeper.workers):
         return [KillWorkers(attempt=attempt - 1)]
     if assignment.paused:
         return []
     actions: list[NodeAction] = []
-    if node.prepared < attempt:
+    if node.saved.prepared < attempt:
         actions.append(Prepare(attempt=attempt))
     if node.watching is not None:
         failed = any(worker.status for worker in keeper.workers_of(node.watching))
         actions.append(AnswerLauncher(answer="look" if failed else "restart"))
-    elif node.joining and assignment.gpus != node.gpus:
+    elif node.offer is not None and assignment.gpus != node.saved.gpus:
         actions.append(EndLauncher())  # the number of processes is torchrun's for as long as it lives
-    elif node.joining:
+    elif node.offer is not None:
         formed = assignment.round
-        if assignment.stage == "run" and formed is not None and formed.attempt == attempt and node.prepared >= attempt:
+        if (
+            assignment.stage == "run"
+            and formed is not None
+            and formed.attempt == attempt
+            and node.saved.prepared >= attempt
+        ):
             rank = formed.rank_of(assignment.node)
             if rank is not None and (rank > 0 or not _is_of_another_launcher(formed, node)):
                 actions.append(Join(round=formed, rank=rank))
-    elif not keeper.launcher_alive and (keeper.ready or keeper.error) and node.may_launch:
+    elif not keeper.launcher_alive and (keeper.ready or keeper.error) and may_launch:
         actions.append(Launch())
     return actions
 
 
-def _is_of_another_launcher(formed: Round, node: NodeSituation) -> bool:
+def _is_of_another_launcher(formed: Round, node: AgentState) -> bool:
     """The first node's launcher has the store of the round. One with another store came after a crash of everything:
     no ranks are started for a round that is over; the controller forms the next one when it knows the launcher."""
-    return 0 not in (formed.store_port, node.store_port) and formed.store_port != node.store_port
+    port = node.offer.port if node.offer is not None else 0
+    return 0 not in (formed.store_port, port) and formed.store_port != port
 
 
-def launcher_state(node: NodeSituation, keeper_gone_s: float) -> tuple[LauncherState, str]:
+def launcher_state(node: AgentState, keeper_gone_s: float) -> tuple[LauncherState, str]:
     """The launcher's state for the heartbeat, and how it ended, in words."""
     keeper = node.keeper
-    if node.joining:
+    if node.offer is not None:
         return "joining", ""
     if node.watching is not None:
         return "running", ""
     if keeper is None:
-        gone = node.joined > 0 and keeper_gone_s > KEEPER_GONE_S
+        gone = node.saved.joined > 0 and keeper_gone_s > KEEPER_GONE_S
         return ("ended", "the keeper is gone") if gone else ("absent", "")
     if keeper.launcher_alive:
         return ("running" if any(worker.alive for worker in keeper.workers) else "starting"), ""
@@ -384,6 +366,6 @@ def launcher_state(node: NodeSituation, keeper_gone_s: float) -> tuple[LauncherS
         code, number, _ = from_wait_status(keeper.launcher.status)
         how = f"was killed by {signal_name(number)}" if number is not None else f"ended with code {code}"
         return "ended", f"torchrun {how}"
-    if node.joined > 0 and keeper.newest_attempt < node.joined:
+    if node.saved.joined > 0 and keeper.newest_attempt < node.saved.joined:
         return "ended", "the keeper was killed, and its ranks with it"
     return "absent", ""

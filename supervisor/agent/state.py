@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from diagnosis.signals import Finding, NodeEvidence, clean_line
-from supervisor.agent.reconcile import NodeSituation
 from supervisor.config import NodePlan
 from supervisor.keeper_client import KeeperState, WorkerProcess
 from supervisor.messages import Assignment, SpaceReported, StoreOffer
@@ -268,20 +267,3 @@ class AgentState:
 
     def workers_of(self, attempt: int) -> tuple[WorkerProcess, ...]:
         return self.keeper.workers_of(attempt) if self.keeper is not None else ()
-
-    def situation(self, *, may_launch: bool = True) -> NodeSituation:
-        """The node as `reconcile` compares it with the assignment, and as a heartbeat tells of its launcher."""
-        return NodeSituation(
-            keeper=self.keeper,
-            joining=self.offer is not None,
-            store_port=self.offer.port if self.offer is not None else 0,
-            watching=self.watching,
-            prepared=self.saved.prepared,
-            joined=self.saved.joined,
-            collected=self.saved.collected,
-            woken=self.saved.woken,
-            asked=self.saved.asked,
-            traced=self.saved.traced,
-            gpus=self.saved.gpus,
-            may_launch=may_launch,
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,6 @@ from supervisor.agent.reconcile import (
     Join,
     KillWorkers,
     Launch,
-    NodeSituation,
     Prepare,
     Stop,
     WakeRanks,
@@ -26,8 +26,17 @@ from supervisor.agent.reconcile import (
     out_of_bounds,
     reconcile,
 )
+from supervisor.agent.state import SavedState
 from supervisor.keeper_client import KeeperState, LauncherProcess, WorkerProcess
-from supervisor.messages import Assignment, EvidenceRequest, Outcome, Round, SpaceWanted, decode_controller_message
+from supervisor.messages import (
+    Assignment,
+    EvidenceRequest,
+    Outcome,
+    Round,
+    SpaceWanted,
+    StoreOffer,
+    decode_controller_message,
+)
 
 ROUND_2 = Round(attempt=2, nodes=("b", "a"), store_host="h", store_port=1)
 LAUNCHER = LauncherProcess(pid=10)
@@ -43,9 +52,18 @@ def worker(attempt: int, rank: int, status: int | None = None) -> WorkerProcess:
     return WorkerProcess(attempt=attempt, rank=rank, local_rank=rank, pid=100 + rank, status=status)
 
 
-def node(*workers: WorkerProcess, launcher: LauncherProcess | None = LAUNCHER, **more: Any) -> NodeSituation:
-    keeper = KeeperState(ready=True, launcher=launcher, workers=workers)
-    return NodeSituation(**{"keeper": keeper, "joining": False, "watching": None} | more)
+OFFER = StoreOffer(host="h", port=0, local_world_size=1)
+
+
+def state(
+    keeper: KeeperState | None, watching: int | None = None, offer: StoreOffer | None = None, **saved: Any
+) -> Any:
+    """What of an `AgentState` decides."""
+    return SimpleNamespace(keeper=keeper, watching=watching, offer=offer, saved=SavedState(**saved))
+
+
+def node(*workers: WorkerProcess, launcher: LauncherProcess | None = LAUNCHER, **more: Any) -> Any:
+    return state(KeeperState(ready=True, launcher=launcher, workers=workers), **more)
 
 
 def test_the_first_attempt_prepares_and_launches() -> None:
@@ -53,14 +71,14 @@ def test_the_first_attempt_prepares_and_launches() -> None:
 
 
 def test_after_a_launcher_that_ended_at_once_there_is_a_pause() -> None:
-    assert Launch() not in reconcile(assigned("form"), node(launcher=None, prepared=1, may_launch=False))
+    assert Launch() not in reconcile(assigned("form"), node(launcher=None, prepared=1), may_launch=False)
 
 
 def test_nothing_is_launched_before_torch_is_imported_unless_it_cannot_be() -> None:
     importing = KeeperState(ready=False)
-    assert Launch() not in reconcile(assigned("form"), NodeSituation(keeper=importing, joining=False, watching=None))
+    assert Launch() not in reconcile(assigned("form"), state(importing))
     broken = KeeperState(ready=False, error="No module named 'torch'")
-    assert Launch() in reconcile(assigned("form"), NodeSituation(keeper=broken, joining=False, watching=None))
+    assert Launch() in reconcile(assigned("form"), state(broken))
 
 
 @pytest.mark.parametrize(("rank", "port", "joins"), [(0, 4000, True), (0, 4001, False), (1, 4001, True)])
@@ -68,19 +86,21 @@ def test_a_round_is_that_of_the_launcher_whose_store_it_names(rank: int, port: i
     """After a crash of everything the newest round is one of launchers that are gone."""
     names = ("a", "b") if rank == 0 else ("b", "a")
     formed = Round(attempt=2, nodes=names, store_host="b", store_port=4000)
-    steps = reconcile(assigned("run", 2, round=formed), node(joining=True, prepared=2, store_port=port))
+    steps = reconcile(
+        assigned("run", 2, round=formed), node(prepared=2, offer=msgspec.structs.replace(OFFER, port=port))
+    )
     assert (Join(round=formed, rank=rank) in steps) is joins
 
 
 def test_another_number_of_processes_needs_another_launcher() -> None:
     fewer = assigned("form", 2, gpus=("GPU-12345678",))
-    assert reconcile(fewer, node(joining=True, prepared=2)) == [EndLauncher()]
+    assert reconcile(fewer, node(offer=OFFER, prepared=2)) == [EndLauncher()]
     ended = LauncherProcess(pid=10, status=0)
     assert reconcile(fewer, node(launcher=ended, prepared=2)) == [Launch()]
     running = assigned("run", 2, gpus=fewer.gpus, round=ROUND_2)
-    assert reconcile(running, node(joining=True, prepared=2)) == [EndLauncher()]
-    assert Join(round=ROUND_2, rank=1) in reconcile(running, node(joining=True, prepared=2, gpus=fewer.gpus))
-    assert reconcile(assigned("form", 3), node(joining=True, prepared=3, gpus=fewer.gpus)) == [EndLauncher()]
+    assert reconcile(running, node(offer=OFFER, prepared=2)) == [EndLauncher()]
+    assert Join(round=ROUND_2, rank=1) in reconcile(running, node(offer=OFFER, prepared=2, gpus=fewer.gpus))
+    assert reconcile(assigned("form", 3), node(offer=OFFER, prepared=3, gpus=fewer.gpus)) == [EndLauncher()]
 
 
 @pytest.mark.parametrize("gpus", [("0",), ("GPU-1",), ("GPU-12345678",) * 2, ("GPU-12345678,GPU-99999999",)])
@@ -90,13 +110,13 @@ def test_gpus_have_uuids(gpus: tuple[str, ...]) -> None:
 
 
 def test_a_joining_launcher_waits_for_the_round() -> None:
-    assert reconcile(assigned("form", 2), node(joining=True, prepared=2)) == []
-    steps = reconcile(assigned("run", 2, round=ROUND_2), node(joining=True, prepared=2))
+    assert reconcile(assigned("form", 2), node(offer=OFFER, prepared=2)) == []
+    steps = reconcile(assigned("run", 2, round=ROUND_2), node(offer=OFFER, prepared=2))
     assert steps == [Join(round=ROUND_2, rank=1)]
 
 
 def test_no_round_is_joined_before_its_preparations_are_done() -> None:
-    assert reconcile(assigned("run", 2, round=ROUND_2), node(joining=True, prepared=1)) == [Prepare(attempt=2)]
+    assert reconcile(assigned("run", 2, round=ROUND_2), node(offer=OFFER, prepared=1)) == [Prepare(attempt=2)]
 
 
 def test_running_workers_of_the_attempt_are_left_alone() -> None:
@@ -125,7 +145,7 @@ def test_a_finished_rank_does_not_release_the_launcher_before_the_whole_job_fini
 
 
 def test_an_attempt_is_launched_once() -> None:
-    started = node(joining=False, joined=2, prepared=2)
+    started = node(joined=2, prepared=2)
     assert reconcile(assigned("run", 2, round=ROUND_2), started) == []
 
 
@@ -143,7 +163,7 @@ def test_a_spare_or_excluded_node_runs_nothing(role: str) -> None:
     assert reconcile(assigned("run", 2, role=role), node(worker(1, 0, status=9), watching=1)) == [
         AnswerLauncher(answer="restart")
     ]
-    assert reconcile(assigned("run", 2, role=role), node(joining=True)) == (
+    assert reconcile(assigned("run", 2, role=role), node(offer=OFFER)) == (
         [EndLauncher()] if role == "excluded" else []
     )
 
@@ -153,7 +173,7 @@ def test_stop_ends_everything_and_then_the_node_is_finished() -> None:
     stopping = assigned("stop", 1, outcome=outcome, stop_signal="SIGINT", grace_s=5.0)
     assert reconcile(stopping, node(worker(1, 0))) == [Stop(signal="SIGINT", grace_s=5.0)]
     assert reconcile(stopping, node(worker(1, 0, status=2), watching=1)) == [AnswerLauncher(answer="look")]
-    assert reconcile(stopping, node(worker(1, 0, status=2), joining=True)) == [EndLauncher()]
+    assert reconcile(stopping, node(worker(1, 0, status=2), offer=OFFER)) == [EndLauncher()]
     assert reconcile(stopping, node(worker(1, 0, status=2), launcher=None)) == [Finished()]
     assert reconcile(assigned("stop", 1), node(launcher=None)) == []
 
@@ -166,16 +186,16 @@ def test_requests_for_evidence_and_to_wake_ranks_are_carried_out_once() -> None:
 
 
 def test_without_a_keeper_nothing_is_done() -> None:
-    absent = NodeSituation(keeper=None, joining=False, watching=None)
+    absent = state(None)
     assert reconcile(assigned("form"), absent) == []
     assert reconcile(assigned("run", 1, role="spare"), absent) == []
 
 
 def test_the_state_of_the_launcher_in_the_heartbeat() -> None:
-    gone = NodeSituation(keeper=None, joining=False, watching=None, joined=1)
+    gone = state(None, joined=1)
     assert launcher_state(gone, 1.0) == ("absent", "")
     assert launcher_state(gone, 6.0) == ("ended", "the keeper is gone")
-    assert launcher_state(node(joining=True), 0.0) == ("joining", "")
+    assert launcher_state(node(offer=OFFER), 0.0) == ("joining", "")
     assert launcher_state(node(worker(1, 0), watching=1), 0.0) == ("running", "")
     assert launcher_state(node(), 0.0) == ("starting", "")
     assert launcher_state(node(launcher=None), 0.0) == ("absent", "")

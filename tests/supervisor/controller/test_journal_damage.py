@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from diagnosis.incident import Culprit, Verdict
 from diagnosis.signals import ExitRecord, NodeEvidence
 from diagnosis.taxonomy import FailureClass
 from supervisor import messages as m
-from supervisor.agent.reconcile import NodeSituation, out_of_bounds, reconcile
+from supervisor.agent.reconcile import out_of_bounds, reconcile
+from supervisor.agent.state import SavedState
 from supervisor.controller.journal import (
     Decided,
     Entry,
@@ -111,7 +113,7 @@ class Nodes:
         launcher=LauncherProcess(pid=1),
         workers=tuple(WorkerProcess(attempt=2, rank=rank, local_rank=rank, pid=10 + rank) for rank in (0, 1)),
     )
-    situation = NodeSituation(keeper=keeper, joining=False, watching=2, prepared=2, joined=2)
+    situation = SimpleNamespace(keeper=keeper, offer=None, watching=2, saved=SavedState(prepared=2, joined=2))
 
     def __init__(self, job: Job, now: float) -> None:
         self.job, self.now, self.told, self.newest = job, now, [], 0
