@@ -265,10 +265,6 @@ class NodeRecord(Frozen, frozen=True, kw_only=True):
     def state(self) -> Literal["CORDONED", "PROBATION", "IN USE"]:
         return "CORDONED" if self.cordons else "PROBATION" if self.probation_until is not None else "IN USE"
 
-    @property
-    def noteworthy(self) -> bool:
-        return bool(self.cordons or self.proposals or self.score.points) or self.probation_until is not None
-
 
 def in_order(entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
     """Each once, by time and writer. What two writers say in the same words counts once."""

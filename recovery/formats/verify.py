@@ -32,10 +32,6 @@ class VerifiedCheckpoint(Frozen, frozen=True, kw_only=True):
     remarks: tuple[str, ...] = ()
     """What may be honest: numbers that are not finite outside the weights."""
 
-    @property
-    def is_good(self) -> bool:
-        return self.checkpoint.complete and not self.checkpoint.suspect
-
 
 class NotVerifiable(Exception):
     """There is nothing at a path that could be verified. The text says why."""

@@ -221,7 +221,7 @@ class Journal:
 
     @property
     def is_large(self) -> bool:
-        """Whether `shrink` should be called when there is time."""
+        """It should be thinned out when there is time."""
         return self._size > self._limit
 
     @property
@@ -256,12 +256,6 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
-
-    def shrink(self) -> None:
-        """Thin out everything so far. Raises OSError: nothing is lost then."""
-        thinned = self.thin_out(self.mark())
-        if thinned is not None:
-            self.take_over(thinned)
 
     def mark(self) -> FileMark:
         """How far the file is; until `take_over` it does not count as large.

@@ -109,10 +109,6 @@ class Outbox:
         self._sent: deque[float] = deque()
         self._left_out = 0
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._groups
-
     def add(self, incident: str, text: str, now: float) -> None:
         begun, _, lines = self._groups.get(incident, (now, now, []))
         if len(lines) >= LINES or (incident not in self._groups and len(self._groups) >= GROUPS):

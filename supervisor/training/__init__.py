@@ -14,8 +14,6 @@ HERE = Path(__file__).resolve().parent
 KEEPER = HERE / "keeper.py"
 STUB = HERE / "stub.py"
 SHIM = HERE / "shim"
-RENDEZVOUS = "unbroken"
-"""Value of torchrun's `--rdzv-backend` and `--logs-specs`."""
 
 
 def keeper_command(python: str, local_dir: Path) -> List[str]:  # noqa: UP006

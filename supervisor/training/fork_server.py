@@ -67,7 +67,6 @@ READ_WHEN_USED = (
 NO_TRIAL = ("tempfile.mkdtemp", "tempfile.mkstemp")
 """A temporary file that a package makes when it is imported would be shared by all ranks."""
 DRIVERS = ("libcuda.so", "libnvidia-ml.so", "libamdhip64.so", "libze_loader.so")
-HOOKS = ("excepthook", "displayhook", "unraisablehook", "breakpointhook")
 OOM_SCORE = "/proc/{}/oom_score_adj"
 ENDED_FIRST = 1000
 """When memory is short, the kernel ends the process with the highest score: a fork server, not a rank."""

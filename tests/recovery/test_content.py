@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +18,10 @@ from recovery.formats.files import Budget
 from recovery.formats.tensors import is_weight, non_finite, places_in
 from recovery.formats.verify import NotVerifiable, find_checkpoints, verify
 from tests.recovery.checkpoints.samples import NAMES, unpack
+
+
+def is_good(found: Any) -> bool:
+    return found.checkpoint.complete and not found.checkpoint.suspect
 
 
 def first_sight(path: Path) -> ContentLedger:
@@ -141,7 +146,7 @@ class TestNumbers:
             assert not judged(path, first_sight(path)).suspect
             result = verify(path)
             assert result is not None
-            assert result.is_good, result.checkpoint.why
+            assert is_good(result), result.checkpoint.why
             assert result.tensors or "legacy" in path.name
 
     @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
@@ -193,7 +198,7 @@ class TestVerify:
         flip(Path(place.file), place.offset + 5)
         result = verify(path)
         assert result is not None
-        assert not result.is_good
+        assert not is_good(result)
 
     @pytest.mark.parametrize("kind", ["missing", "fifo", "device", "text", "empty folder", "loop"])
     def test_what_is_no_checkpoint(self, tmp_path: Path, kind: str) -> None:
@@ -234,7 +239,7 @@ class TestRemote:
             assert {path.name for path in find_checkpoints(here)[0]} == {
                 path.name for path in find_checkpoints(root)[0]
             }
-            assert all((result := verify(one)) is not None and result.is_good for one in find_checkpoints(here)[0])
+            assert all((result := verify(one)) is not None and is_good(result) for one in find_checkpoints(here)[0])
 
     def test_one_checkpoint_brings_the_tracker_beside_it(self, tmp_path: Path) -> None:
         pytest.importorskip("fsspec")
@@ -244,7 +249,7 @@ class TestRemote:
         (tmp_path / "into").mkdir()
         result = verify(fetch(f"file://{root}/iter_0000020/", tmp_path / "into"))
         assert result is not None
-        assert result.is_good, result.checkpoint.why
+        assert is_good(result), result.checkpoint.why
 
     @pytest.mark.parametrize("url", ["memory://nothing-here", "nosuchscheme://x", "file:///nowhere/at/all"])
     def test_what_is_not_there(self, tmp_path: Path, url: str) -> None:

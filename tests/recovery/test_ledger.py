@@ -228,7 +228,7 @@ def test_put_together_they_say_the_same(entries: list[LedgerEntry], own: int, la
     assert None not in kept
     after = merge([*(one for one in kept if one is not None), *others], NOW + later_s)
     for node, before in merge(entries, NOW + later_s).items():
-        if not before.noteworthy:
+        if not (before.cordons or before.proposals or before.score.points or before.probation_until is not None):
             continue
         now = after[node]
         ids = [one.id for one in before.cordons]
