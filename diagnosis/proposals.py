@@ -55,8 +55,6 @@ NOTHING: Final = Tried()
 
 
 class Rejected(NamedTuple):
-    """Which gate rejected a proposal, and why."""
-
     gate: str
     why: str
 

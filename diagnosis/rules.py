@@ -36,7 +36,6 @@ MIN_LITERAL: Final = 3
 _DIGITS: Final = b"0123456789"
 _ZEROS: Final = str.maketrans("123456789", "0" * 9)
 WARNING_CONFIDENCE: Final = 0.4
-"""A warning has at most this confidence."""
 UNVERIFIED_CONFIDENCE: Final = 0.5
 """A driver's message that a rank prints has at most this confidence: any program can print such a line."""
 _OF_DRIVER: Final = re.compile(rb"NVRM: |SXid \(PCI")

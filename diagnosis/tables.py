@@ -17,7 +17,6 @@ _ROOT: Final = Path(__file__).resolve().parent.parent
 
 
 def folder(package: str) -> Path:
-    """Where the tables of a package are."""
     return _ROOT.joinpath(*package.split("."))
 
 

@@ -88,8 +88,6 @@ class FailureClass(enum.Enum):
 
 
 class ClassEntry(NamedTuple):
-    """What the taxonomy says of one failure class."""
-
     kind: Kind
     domain: Domain
     what: str

@@ -76,7 +76,6 @@ class TracebackBlock(Frozen, frozen=True, kw_only=True):
 
 
 def blocks_of(lines: Sequence[str]) -> list[TracebackBlock]:
-    """All blocks, in order."""
     found = []
     at = 0
     while at < len(lines):

@@ -152,7 +152,6 @@ class IncidentStore:
             self._prune(found, now)
 
     def correct(self, job_id: str, incident: str, corrections: Sequence[Correction]) -> bool:
-        """Whether the store has the incident."""
         with self._writing() as found:
             row = found.execute("SELECT id FROM incident WHERE job_id = ? AND name = ?", (job_id, incident)).fetchone()
             known = self._record(found, int(row[0])) if row is not None else None

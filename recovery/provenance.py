@@ -194,7 +194,6 @@ class Provenance:
             del self._gone[next(iter(self._gone))]
 
     def ended(self, pid: int, at_ns: int) -> None:
-        """A rank has ended."""
         self._ended[pid] = at_ns
         while len(self._ended) > REMEMBERED:
             del self._ended[next(iter(self._ended))]

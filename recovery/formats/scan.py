@@ -273,8 +273,6 @@ _FILE_SUFFIXES: Final = frozenset((*SUFFIXES, ".safetensors", ".nemo"))
 
 
 class Name(NamedTuple):
-    """One name in a folder."""
-
     name: str
     is_folder: bool
     is_link: bool

@@ -414,7 +414,6 @@ class NodeAgent:
     # ----- what it watches -----
 
     def _receive(self, message: ControllerMessage) -> None:
-        """A message of the controller."""
         state, saved = self._state, self._state.saved
         if isinstance(message, Refused):
             state.notices.report(f"the controller refuses this node: {message.why}")

@@ -326,7 +326,6 @@ class CheckpointMonitor:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where checkpoints are looked for."""
         return tuple(dict.fromkeys((*self._given, *self._followed, *self.learned)))
 
     def follow(self, folders: Sequence[str]) -> None:

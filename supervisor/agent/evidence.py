@@ -52,8 +52,6 @@ OUTPUT_BYTES = 24 * 1024
 
 
 class RankEnd(NamedTuple):
-    """A rank that has ended."""
-
     record: ExitRecord
     output: RankOutput | None
     """What it wrote last; None: not read, because many ranks ended before it."""

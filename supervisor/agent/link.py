@@ -91,8 +91,6 @@ class NoController(InternalError):
 
 
 class ControllerAddress(NamedTuple):
-    """Where the controller is."""
-
     url: str
     socket: str = ""
     """Its unix socket, for agents of its own node; empty where that is not to be used."""

@@ -140,7 +140,6 @@ class RankTracker:
         self._ran_for_a_moment = False
         """The newest look at its threads found one that may go on, the look before did not."""
         self._newest = BeaconReading()
-        """The newest beacon."""
         self._clock = ClockWindow()
         self._step: int | None = None
         self._state: ProcessState = "?"

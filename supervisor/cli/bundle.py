@@ -34,7 +34,6 @@ LINE_CHARS = 4000
 EVIDENCE_BYTES = 256 * MIB
 """So much is read of one file; one that is larger is damaged."""
 LINES_BEFORE = 30
-"""Lines of the timeline before the incident."""
 
 
 @click.command()

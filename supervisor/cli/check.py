@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 
 class SlurmForm(NamedTuple):
-    """How Slurm calls it."""
-
     preflight: bool
     only: tuple[str, ...]
     timeout_s: float

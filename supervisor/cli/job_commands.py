@@ -161,7 +161,6 @@ class JobHandle:
 
     @property
     def token_path(self) -> Path:
-        """The file with the job's own token."""
         return Path(self._token_file) if self._token_file else (self.folder or Path()) / "token"
 
     def client(self) -> ControllerClient:

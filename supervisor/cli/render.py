@@ -532,7 +532,6 @@ def _field(name: str, value: str) -> Text:
 
 
 def _lines(title: str, lines: Iterable[str]) -> list[RenderableType]:
-    """With a title, where there are any."""
     shown = [Text(f"  {clean_line(line, SHOWN)}") for line in lines]
     return [Text(f"{title}:"), *shown] if shown else []
 

@@ -181,8 +181,6 @@ class Entry(NamedTuple):
 
 
 class FileMark(NamedTuple):
-    """A place in a journal's file."""
-
     seq: int
     size: int
 

@@ -551,7 +551,6 @@ class ControlLoop:
         return self.outcome
 
     def _scheduler_nodes(self) -> tuple[str, ...]:
-        """What the scheduler calls the job's nodes."""
         return tuple(node.scheduler_name for node in self.job.nodes if node.present and node.scheduler_name)
 
     async def _work(self) -> None:

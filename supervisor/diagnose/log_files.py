@@ -62,7 +62,6 @@ class Source(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name as it is shown."""
         return "stdin" if self.path == STDIN else clean_line(self.path, 1000)
 
 

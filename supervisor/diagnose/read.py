@@ -125,7 +125,6 @@ class Reader:
             return Reading(problem=f"{source.name}: {clean_text(str(error), 200) or 'too large'}")
 
     def log(self, source: log_files.Source, place: Place) -> LogReader:
-        """A reader for the log of a source."""
         return LogReader(
             source.name,
             self._tables,

@@ -191,5 +191,4 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def trace_files(folder: Path) -> Sequence[Path]:
-    """The Kineto traces of a folder."""
     return sorted(one for one in folder.glob("kt_*.json*") if not one.name.endswith((".part", ".tmp")))

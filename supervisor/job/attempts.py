@@ -312,7 +312,6 @@ class Attempts:
         self._furthest_saved: int | None = None
         """The highest step of a checkpoint that an attempt wrote which shows no steps."""
         self._first_step_of_job: int | None = None
-        """The first step of the first attempt."""
         self._places: tuple[str, ...] = ()
         """The members of the last attempt whose workers ran, in the order of their ranks."""
         self._snapshots_from = 0
@@ -325,7 +324,6 @@ class Attempts:
         self._last_started = 0
         """The number of the newest attempt whose round was formed."""
         self._ranks_ran = False
-        """Any attempt had ranks."""
         self._launcher_failures = 0
         """Launchers that ended by themselves since ranks were started last."""
 
@@ -943,14 +941,12 @@ class Attempts:
     # ----- what happens to the job -----
 
     def start_by_operator(self) -> None:
-        """An operator asks for the next attempt."""
         self.by_operator = True
 
     def pause(self) -> None:
         self.by_operator = False
 
     def ranks_asked(self) -> None:
-        """The ranks of the current attempt are asked for a checkpoint."""
         if self.current is not None:
             self.current.asked = True
 

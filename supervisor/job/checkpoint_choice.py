@@ -366,7 +366,6 @@ def _has_fallen_out_of(seen: tuple[Checkpoint, ...], checkpoint: Checkpoint) -> 
 
 
 def _left_out(skip: tuple[str, int | None, int], checkpoint: Checkpoint) -> int:
-    """How many batches after this checkpoint are left out."""
     path, step, batches = skip
     return batches if (path, step) == (checkpoint.path, checkpoint.step) else 0
 

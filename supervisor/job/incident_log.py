@@ -114,7 +114,6 @@ class IncidentRecord:
         return self.trigger in ("signal", "device")
 
     def note(self, kind: str, *, loud: bool = False, **arguments: NoteValue) -> Note:
-        """A note about it."""
         return note(kind, incident=self.id, loud=loud, refused=False, unknown_node=False, **arguments)
 
     def mark(self, phase: str, at: float) -> None:

@@ -69,7 +69,6 @@ SILENCE_S = 6.5
 EARLY_EVIDENCE_S = 0.5
 """One stack of each rank, taken when a device has failed: two a second apart would hold up the restart."""
 EVIDENCE_NODES = 64
-"""Nodes asked for evidence in one incident."""
 UNSEEN_PROGRESS_S = 300.0
 """Where no step is known, an attempt that ran this long has made progress."""
 SHORT_LIFE_S = 60.0
@@ -210,7 +209,6 @@ class Incidents:
 
     @property
     def breaker_tripped(self) -> bool:
-        """The circuit breaker holds the job."""
         return self._breaker_holds and bool(self.held)
 
     @property
@@ -1169,7 +1167,6 @@ class Incidents:
             record.attempt_under_review = None
 
     def end(self, outcome: Outcome) -> None:
-        """The job has ended."""
         self.held = ""
         failures = self.log.open_failures() if outcome.state != "requeued" else []  # what it costs goes on
         for record in [*failures, *self.log.open_degradations()]:

@@ -54,7 +54,6 @@ class SnapshotMirrors:
         """Attempt and step: the script has gone back from it by itself, and may make steps up to it once more. Copies
         of those are of two runs."""
         self._named_at = 0.0
-        """When the step was named."""
         self._first_named_at: float | None = None
         self._told: tuple[tuple[int, int] | None, tuple[tuple[int, int], ...]] = (None, ())
 

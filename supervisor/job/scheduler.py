@@ -139,7 +139,6 @@ class RequestQueue:
         self._pending = [one for one in self._pending if one.request.kind != "requeue" or one.under_way]
 
     def drop_cancel(self) -> None:
-        """There is nothing to cancel."""
         self._pending = [one for one in self._pending if one.request.kind != "cancel"]
 
     def forget_requeue(self) -> None:

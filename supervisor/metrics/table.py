@@ -58,7 +58,6 @@ AGENT: Final = (*_families("both"), *_families("agent"))
 
 
 def job_name(name: str) -> str:
-    """The label `job`."""
     return clean_line(name, NAME_LIMIT) or "unnamed"
 
 

@@ -453,7 +453,6 @@ class Publisher:
 
 
 def record_file(name: str) -> str:
-    """The file of the record of a save."""
     return hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + ".json"
 
 

@@ -46,8 +46,6 @@ OF_RUNNER = "station"
 
 
 class CheckRow(NamedTuple):
-    """One check with its probe."""
-
     check: Check
     probe: str
     group: str

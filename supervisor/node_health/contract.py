@@ -357,7 +357,6 @@ def is_asked_for(check: Check, probe: str, only: Sequence[str], skip: Sequence[s
 
 
 def fits(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    """Whether a pattern fits one of the names."""
     return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 

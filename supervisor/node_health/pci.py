@@ -285,8 +285,6 @@ _PRESENCE: Final[tuple[tuple[Kind, str, str], ...]] = (
 
 @dataclasses.dataclass(frozen=True)
 class Bus:
-    """One look at the bus."""
-
     devices: Mapping[str, PciDevice]
     listed: frozenset[str]
     """Addresses of all that is on the bus, whatever it is."""
@@ -308,7 +306,6 @@ class SeenDevices:
     widest: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def had(self, kind: str, now: Iterable[str] = ()) -> set[str]:
-        """Those of a kind that were there before or are `now`."""
         self.seen[kind] = self.seen.get(kind, set()) | set(now)
         return self.seen[kind]
 

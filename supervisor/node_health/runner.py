@@ -433,8 +433,6 @@ PROBLEMS_KEPT: Final = 32
 
 @dataclasses.dataclass
 class WorkerAnswer:
-    """What one worker reported."""
-
     group: str
     ready: WorkerReady | None = None
     reports: dict[str, PollReport] = dataclasses.field(default_factory=dict)

@@ -193,7 +193,6 @@ class CheckStates:
                     self.take(unknown(check, why, device), wall, mono)
 
     def take(self, result: CheckResult, wall: float, mono: float) -> Change | None:
-        """Settle one result."""
         check = self._checks.get(result.check)
         if check is None:
             return None
@@ -254,7 +253,6 @@ class CheckStates:
                 self._gpu_ranks[result.gpu] = rank
 
     def follow(self, job: JobInfo) -> None:
-        """The job on this node, as it is now."""
         if job.gpus_of_ranks and job.gpus_of_ranks != self._gpus_of_ranks:
             self._gpu_ranks.clear()  # the same rank may have another GPU now
             self._gpus_of_ranks = job.gpus_of_ranks

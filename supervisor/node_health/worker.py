@@ -68,7 +68,6 @@ TURN_S: Final = 0.2
 
 
 def random_fraction() -> float:
-    """A random number in [0, 1)."""
     return os.urandom(1)[0] / 256
 
 

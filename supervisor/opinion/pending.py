@@ -41,7 +41,6 @@ _HEAD: Final = (
 
 
 def rule_id(incident: str) -> str:
-    """The id of the rule that is proposed for an incident."""
     return f"{RULE_PREFIX}{incident}"
 
 

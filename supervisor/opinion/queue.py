@@ -257,7 +257,6 @@ def opinion_queue(
 
 
 def asked_incident(job: Job, incident: str) -> AskedIncident | None:
-    """An incident of the job as it is now."""
     case = job.incidents.log.get(incident)
     if case is None:
         return None

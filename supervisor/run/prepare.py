@@ -293,8 +293,6 @@ def _spec(
 
 
 class SlurmStep(NamedTuple):
-    """The Slurm step that this node belongs to."""
-
     nodes: int
     """0: there is none."""
     node_index: int | None

@@ -343,7 +343,6 @@ class Terminal:
         self.write(f"unbroken: {text}")
 
     def write(self, line: str) -> None:
-        """A line as it is on stderr."""
         self._pending[self._targets["err"]] += f"{line}\n".encode(errors="replace")
         self._write(self._targets["err"])
 

@@ -133,8 +133,6 @@ ADDRESSED_BY_CPU: Final = 2
 
 
 class GpuCheck(NamedTuple):
-    """One check of a GPU."""
-
     judge: Judge
     needs: tuple[str, ...]
     """Facts without which it is not judged."""
