@@ -226,6 +226,12 @@ class HeartbeatEvents:
         seen.done = beat.done
         return events
 
+    def before_command(self, now: float) -> list[m.AnyEvent]:
+        """What is known and was not worth telling yet: an operator's command may end the attempt."""
+        events: list[m.AnyEvent] = []
+        self._tell_step(now, events)
+        return events
+
     def tick(self, now: float) -> list[m.AnyEvent]:
         """What time alone tells; call it a few times a second."""
         if self._ticked_at is not None and now - self._ticked_at > STALL_S:

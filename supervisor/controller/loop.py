@@ -405,6 +405,7 @@ class ControlLoop:
     async def _decided(self, command: m.OperatorCommand) -> list[m.Action]:
         """What was decided, once the journal has the command; where it cannot be written, of some before that."""
         if not self.stall:
+            self._observe(self.watch.before_command, "command")
             asked = self.submit(command)
             done, _ = await asyncio.wait({asked}, timeout=FIRST_S)
             if done or command.command not in WITHOUT_JOURNAL or not self.stall:

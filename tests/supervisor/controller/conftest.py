@@ -104,6 +104,10 @@ class StepWatch:
             raise ValueError("a heartbeat that cannot be digested")
         return [Progressed(at=now, attempt=heartbeat.attempt, step=heartbeat.seq)] if heartbeat.attempt else []
 
+    def before_command(self, now: float) -> list[AnyEvent]:
+        del now
+        return []
+
     def tick(self, now: float) -> list[AnyEvent]:
         del now
         self.ticks += 1

@@ -125,6 +125,14 @@ def test_the_newest_step_is_reported_before_what_it_matters_to(nodes: Nodes, fie
     assert len(told) > 1
 
 
+def test_and_before_what_an_operator_commands(nodes: Nodes) -> None:
+    ten_steps(nodes)
+    (told,) = nodes.observer.before_command(6.0)
+    assert isinstance(told, m.Progressed)
+    assert told.step == 9
+    assert nodes.observer.before_command(6.5) == []
+
+
 def test_a_loss_that_is_no_number_is_told_and_when_it_is_one_again(nodes: Nodes) -> None:
     nodes.beat(1.0, attempt=1, ranks=(sample(0, step=7), sample(1, step=7)))
     bad = sample(1, step=9, bad_reports=2, bad_since=8)
