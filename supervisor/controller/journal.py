@@ -26,7 +26,10 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -265,11 +268,20 @@ class Journal:
     def thin_out(self, mark: FileMark) -> Thinned | None:
         """Write a smaller file of all that is up to `mark`; None where something is damaged: the next controller keeps
         that, and tells of it. It may take long, and others may write meanwhile. Raises OSError."""
-        history = read_history(self.job_dir)
-        if history.damaged:
+        dropped, decided, count, last = array("q"), array("q"), 0, None
+        try:
+            for record in _whole_records(self.job_dir, self.path, mark):
+                if last is not None and _is_progress(last) and _is_progress(record):
+                    dropped.append(last.seq)
+                if record.kind == "decided":
+                    decided.append(_of(record))
+                count, last = count + (record.kind != "opened"), record
+            kept = {of for of in decided if (at := bisect_left(dropped, of)) < len(dropped) and dropped[at] == of}
+            records = thin(_whole_records(self.job_dir, self.path, mark), kept)
+            return Thinned(*self._write_anew(records, count - len(dropped) + len(kept), mark.seq), mark)
+        except _NotWhole as why:
+            log.warning("the journal is not made smaller: %s", why)
             return None
-        records = [record for record in history.records if record.seq <= mark.seq]
-        return Thinned(*self._write_anew(list(thin(records)), mark.seq), mark)
 
     def take_over(self, thinned: Thinned) -> None:
         """Go on in the smaller file, with what was written since. Raises OSError: nothing is lost then."""
@@ -292,21 +304,25 @@ class Journal:
 
         Files that are `damaged` are kept, in the folder of that name.
         """
-        temporary, size = self._write_anew(records, self._seq, more)
+        told = [record for record in records if record.kind != "opened"]
+        temporary, size = self._write_anew(told, len(told), self._seq, more)
         self._go_on_in(temporary, size, damaged)
         self._seq += len(more)
 
-    def _write_anew(self, records: Sequence[Record], thinned_to: int, more: Sequence[Entry] = ()) -> tuple[Path, int]:
-        """A file that stands for all older ones, under another name so far; and its size."""
-        records = [record for record in records if record.kind != "opened"]
+    def _write_anew(
+        self, records: Iterable[Record], kept: int, thinned_to: int, more: Sequence[Entry] = ()
+    ) -> tuple[Path, int]:
+        """A file that stands for all older ones, under another name so far; and its size. `kept`: so many records."""
+        told = (record for record in records if record.kind != "opened")
+        first = next(told, None)
         opened = msgspec.json.encode(
-            Opened(after_seq=0, host=socket.gethostname(), pid=os.getpid(), thinned_to=thinned_to, kept=len(records))
+            Opened(after_seq=0, host=socket.gethostname(), pid=os.getpid(), thinned_to=thinned_to, kept=kept)
         )
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         size = 0
         with open(temporary, "wb") as file:
-            size += file.write(format_record(0, records[0].at if records else 0.0, self.epoch, "opened", opened))
-            for record in records:
+            size += file.write(format_record(0, first.at if first is not None else 0.0, self.epoch, "opened", opened))
+            for record in chain(() if first is None else (first,), told):
                 size += file.write(format_record(record.seq, record.at, self.epoch, record.kind, bytes(record.body)))
             for seq, entry in enumerate(more, thinned_to + 1):
                 size += file.write(format_record(seq, entry.at, self.epoch, entry.kind, entry.body))
@@ -378,7 +394,8 @@ def open_journal(
         journal.compact(history.records, [entry], history.damaged)
         return journal, read_history(journal.path)._replace(problems=history.problems)
     if history.size_bytes > max_bytes:
-        journal.compact(list(thin(history.records)))
+        decided = {_of(record) for record in history.records if record.kind == "decided"}
+        journal.compact(list(thin(history.records, decided)))
     return journal, history
 
 
@@ -463,6 +480,74 @@ def _records_after(path: Path, seq: int) -> list[Record] | None:
         lines.pop()  # it is being written
     found = [record for record in map(parse_record, lines) if record is not None]
     return [record for record in found if record.seq > seq] if len(found) == len(lines) else None
+
+
+class _NotWhole(InternalError):
+    """Something in the journals is not as it was written."""
+
+
+def _whole_records(job_dir: Path, own: Path, mark: FileMark) -> Iterator[Record]:
+    """What `read_history` gives up to `mark`, one record at a time: a long journal does not fit into memory.
+
+    `own`: the newest file. Raises OSError, and _NotWhole where `read_history` would tell of damage.
+    """
+    counting, limit = list[tuple[Path, int]](), mark.seq
+    for _, path in reversed(journal_files(job_dir)):
+        with open(path, "rb") as file:
+            line = file.readline()
+        opened = parse_record(line)
+        if opened is None and not counting:
+            raise _NotWhole(f"{path.name} does not begin as it should")
+        if opened is None and _is_torn(line):
+            continue  # its controller ended before it had written anything
+        if opened is None or opened.kind != "opened" or (path != own and not counting):
+            raise _NotWhole(f"{path.name} does not begin as it should")
+        counting.append((path, limit))
+        after = msgspec.json.decode(opened.body, type=Opened).after_seq
+        limit = min(limit, after)
+        if after == 0:
+            break
+    last = 0
+    for path, limit in reversed(counting):
+        for record in _lines_in_order(path, mark.size if path == own else -1, last):
+            if record.seq <= limit:
+                last = record.seq
+                yield record
+    if last != mark.seq:
+        raise _NotWhole(f"{own.name} lacks records after {last}")
+
+
+def _lines_in_order(path: Path, size: int, last: int) -> Iterator[Record]:
+    """The records of a file whose numbers go on from `last`, or that took over from all before. `size`: of what is read
+    of it; negative: all. Raises OSError, _NotWhole."""
+    thinned_to, missing, seen = 0, 0, False
+    with open(path, "rb") as file:
+        for line in file:
+            if not size:
+                break
+            size -= len(line)
+            record = parse_record(line)
+            if record is None:
+                if seen and _is_torn(line) and not file.read(1):
+                    break
+                raise _NotWhole(f"{path.name} has a line that is not a whole record")
+            if not seen:
+                about = msgspec.json.decode(record.body, type=Opened)
+                if about.after_seq == 0:
+                    last, thinned_to, missing = record.seq - 1, about.thinned_to, about.kept
+                if record.seq > last + 1:
+                    raise _NotWhole(f"{path.name} lacks records before {record.seq}")
+                gaps_tell = record.seq > 0 or thinned_to > 0
+            elif thinned_to and record.seq <= thinned_to:
+                missing -= 1
+                if record.seq <= last:
+                    raise _NotWhole(f"{path.name} has records twice")
+            elif record.seq <= last or (gaps_tell and record.seq > max(last, thinned_to) + 1):
+                raise _NotWhole(f"{path.name} lacks records before {record.seq}")
+            seen, last = True, record.seq
+            yield record
+    if thinned_to and missing > 0:
+        raise _NotWhole(f"{path.name} lacks {missing} records")
 
 
 class _Story:
@@ -792,16 +877,18 @@ def digest_of(nodes: Sequence[str]) -> str:
     return hashlib.blake2s("\n".join(nodes).encode(errors="replace"), digest_size=8).hexdigest()
 
 
-def thin(records: Sequence[Record]) -> Iterator[Record]:
+def thin(records: Iterable[Record], decided: Container[int]) -> Iterator[Record]:
     """`records` without the progress reports on which nothing was decided and which another one follows.
 
     They are nearly all of a long journal, and a job that sees only the last of a row of them ends in the same state.
     """
-    decided = {_of(record) for record in records if record.kind == "decided"}
-    for index, record in enumerate(records):
-        following = records[index + 1] if index + 1 < len(records) else None
-        if following is None or record.seq in decided or not (_is_progress(record) and _is_progress(following)):
-            yield record
+    last: Record | None = None
+    for record in records:
+        if last is not None and (last.seq in decided or not (_is_progress(last) and _is_progress(record))):
+            yield last
+        last = record
+    if last is not None:
+        yield last
 
 
 _PROGRESS = b'"event":"progressed"'

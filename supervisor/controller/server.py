@@ -266,14 +266,15 @@ class Server:
             log.info("nobody read the metrics of the job's end")
 
     async def _view(self, request: web.Request) -> web.Response:
-        return _answer(await asyncio.to_thread(self._loop.view(request.path.rpartition("/")[2])))
+        view = self._loop.view(request.path.rpartition("/")[2])
+        return await asyncio.to_thread(lambda: _answer(view()))
 
     async def _timeline(self, request: web.Request) -> web.Response:
         try:
             since = int(request.query.get("since", "0"))
         except ValueError:
             return _problem(400, "`since` must be a number: the seq of the last record you have")
-        return _answer(await self._loop.timeline(since))
+        return await asyncio.to_thread(_answer, await self._loop.timeline(since))
 
     async def _command(self, request: web.Request) -> web.Response:
         try:

@@ -1,8 +1,11 @@
 """The journal: epochs, torn tails, what older controllers write too late, compaction, files that fail."""
 
+import contextlib
 import errno
 import multiprocessing
 import os
+import random
+import socket
 from pathlib import Path
 
 import msgspec
@@ -12,6 +15,7 @@ import supervisor.controller.journal
 from supervisor.controller.journal import (
     Decided,
     Entry,
+    FileMark,
     History,
     Journal,
     RoundNames,
@@ -19,6 +23,7 @@ from supervisor.controller.journal import (
     claim_epoch,
     decided_entry,
     digest_of,
+    format_record,
     open_journal,
     read_after,
     read_history,
@@ -140,6 +145,83 @@ def test_a_journal_is_thinned_while_others_write(tmp_path: Path) -> None:
     assert (timers(tmp_path), history.problems) == (["t1", "t2", "t3", "t4"], [])
     told = [step.event for step in steps(history.records)]
     assert [each.step for each in told if isinstance(each, Progressed)] == [49, 50]
+
+
+def _random_story(folder: Path, dice: random.Random) -> Journal:
+    """Several controllers, one after the other: some die while they write, some write on after the next has begun."""
+    journal, _ = open_journal(folder)
+    step = 0
+    for _ in range(dice.randint(1, 4)):
+        for _ in range(dice.randint(0, 12)):
+            step += 1
+            first = journal.write(
+                [progressed(step)] * dice.randint(1, 4) if dice.random() < 0.8 else [event(step), progressed(step)]
+            )
+            if dice.random() < 0.2:
+                journal.write([Entry("decided", 0.0, encode(Decided(of=first, actions=(Note(text="x"),))))])
+        if dice.random() < 0.2:
+            journal.shrink()
+        old = journal
+        if dice.random() < 0.6:
+            journal, _ = open_journal(folder, forget=dice.random() < 0.15)
+        if old is not journal and dice.random() < 0.4:
+            with contextlib.suppress(Superseded):
+                old.write([event(99)])
+        if old is not journal and old.path.exists() and dice.random() < 0.4:
+            with open(old.path, "ab") as file:
+                file.write(dice.choice([b'{"seq":9', b"\0" * 30]))
+    journal.write([progressed(step + 1), progressed(step + 2)])
+    return journal
+
+
+def _thinned_in_memory(history: History, mark: FileMark, journal: Journal) -> bytes:
+    """What is to be in the smaller file, the simple way."""
+    records = [record for record in history.records if record.seq <= mark.seq]
+    decided = {msgspec.json.decode(record.body)["of"] for record in records if record.kind == "decided"}
+    is_progress = [record.kind == "event" and b'"progressed"' in bytes(record.body) for record in records]
+    kept = [
+        record
+        for at, record in enumerate(records)
+        if record.kind != "opened"
+        and not (is_progress[at] and [*is_progress, False][at + 1] and record.seq not in decided)
+    ]
+    about = {
+        "after_seq": 0,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "thinned_to": mark.seq,
+        "kept": len(kept),
+    }
+    lines = [(0, kept[0].at, "opened", msgspec.json.encode(about))]
+    lines += [(one.seq, one.at, one.kind, bytes(one.body)) for one in kept]
+    return b"".join(format_record(seq, at, journal.epoch, kind, body) for seq, at, kind, body in lines)  # type: ignore[arg-type]
+
+
+def test_a_journal_is_thinned_line_by_line_as_it_would_be_in_memory(tmp_path: Path) -> None:
+    whole = 0
+    for seed in range(60):
+        dice = random.Random(seed)
+        folder = tmp_path / str(seed)
+        journal = _random_story(folder, dice)
+        if dice.random() < 0.4:  # one line of one file is damaged, lost, or there twice
+            path = dice.choice(sorted(folder.glob("journal.*.jsonl")))
+            lines = path.read_bytes().splitlines(keepends=True)
+            at = dice.randrange(len(lines))
+            lines[at : at + 1] = dice.choice([[], [lines[at]] * 2, [lines[at].replace(b'"crc32":', b'"crc32":1')]])
+            path.write_bytes(b"".join(lines))
+            journal._size = journal.path.stat().st_size
+        mark = journal.mark()
+        journal.write([progressed(1000)])
+        history = read_history(folder)
+        thinned = journal.thin_out(mark)
+        if history.damaged:
+            assert thinned is None, (seed, history.problems)
+            continue
+        if thinned is not None:
+            whole += 1
+            assert thinned.path.read_bytes() == _thinned_in_memory(history, mark, journal), seed
+            assert thinned.size == thinned.path.stat().st_size
+    assert whole > 30
 
 
 def test_a_journal_that_somebody_else_has_read_is_not_replaced(tmp_path: Path) -> None:
