@@ -298,10 +298,12 @@ _COMMON: Final[dict[RecurrenceOf, str]] = {
 
 
 def _recurrence_text(one: Recurrence, now: ClosedIncident) -> str:
-    """In words: `third time on node n7 in 9 days; last time ...`."""
+    """In words: `third incident on node n7 in 9 days; last one ...`. Of a node, GPU or file they may be of other
+    classes; only the same step and the same evidence are another time of the same."""
     number = _ORDINALS[one.times - 2] if 2 <= one.times < len(_ORDINALS) + 2 else f"{one.times}th"
     last = one.last
-    text = f"{number} time {_COMMON[one.of].format(one.name)} in {age(now.opened_at - one.since_at)}; last time "
+    what, before = ("time", "last time") if one.of in ("step", "evidence") else ("incident", "last one")
+    text = f"{number} {what} {_COMMON[one.of].format(one.name)} in {age(now.opened_at - one.since_at)}; {before} "
     text += f"({last.job} {last.incident}, {age(now.opened_at - last.at)} ago, {last.failure_class or '?'})"
     text += f": {last.done}" if last.done else ""
     return text + (f"; {last.note} (note by {last.by or 'an operator'})" if last.note else "")

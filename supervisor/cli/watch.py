@@ -70,7 +70,8 @@ def _print_changes(read: Callable[[], dict[str, Any]], every_s: float, as_json: 
             began = time.monotonic()
             answer = read()
             took_s = time.monotonic() - began
-            if _lasting(answer) != _lasting(last):
+            changed = _lasting(answer) != _lasting(last) if as_json else not last or _news(answer) != _news(last)
+            if changed:
                 print(json.dumps(answer, separators=(",", ":")) if as_json else one_line(answer), flush=True)
             last = answer
             if last["outcome"] is None:
@@ -82,13 +83,21 @@ def _lasting(answer: dict[str, Any]) -> dict[str, Any]:
     return {**answer, "now": "", "ranks": [{**row, "quiet_s": None} for row in answer.get("ranks", ())]}
 
 
+def _news(answer: dict[str, Any]) -> tuple[object, ...]:
+    """What is worth a line: not how long something lasts, nor when the next checkpoint is due."""
+    calm = {**answer, "now": "", "silence": None, "swaps": ()}
+    silent = (answer.get("silence") or {}).get("since")
+    return one_line(calm), silent, [(one["node"], one["state"], one["why"]) for one in answer.get("swaps", ())]
+
+
 def one_line(answer: dict[str, Any]) -> str:
     incident = next((one for one in reversed(answer["incidents"]) if one["open"]), None)
     trouble = f"; {incident['id']}: {incident['why']}" if incident else ""
     trouble += f"; {answer['silence']['text']}" if answer.get("silence") else ""
     trouble += "".join(f"; {one['text']}" for one in answer.get("swaps", ()))
     step = render.step_text(answer)
-    return f"{render.clock(answer['now'])} {answer['state']} attempt {answer['attempt']}{step}{trouble}"
+    waits = f"; waits for: {waits}" if (waits := answer["waiting"] or answer.get("forming")) else ""
+    return f"{render.clock(answer['now'])} {answer['state']} attempt {answer['attempt']}{step}{waits}{trouble}"
 
 
 class StatusReader:

@@ -52,7 +52,9 @@ MUNGE_S: Final = 2.0
 """Munge has this long to say who made a credential; after that, nobody has."""
 DECODED_AT_ONCE: Final = 2
 EXCHANGES_KEPT: Final = 256
-"""Of users proven by munge, between their challenge and their request."""
+"""Of users proven by munge, between their challenge and their request,"""
+OF_ONE_USER: Final = 16
+"""and of one of them."""
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -245,6 +247,8 @@ class Access:
                 403, "munge does not vouch for this credential: it is old, used, or for another user or job"
             )
         role = await self._role_of(found[0])
+        if sum(rights.uid == found[0] for _, rights, _ in self._munged.values()) >= OF_ONE_USER:
+            raise AccessRefused(429, f"user {found[0]} has {OF_ONE_USER} challenges open: try again later")
         return SharedSecret(key), HeldRights(role, f"{role} by munge", found[0])
 
     async def _role_of(self, uid: int) -> Role:

@@ -262,9 +262,9 @@ class ControllerClient:
             except OSError as error:
                 raise ControllerSilent(self._no_answer(error)) from None
         if not equal(proof, self._secret.answer_proof(exchange, status, content)):
-            raise ControllerSilent(
-                f"the answer from {self.address} is not signed by the controller: another program answers in its place"
-            )
+            perhaps = "this token was withdrawn a moment ago, or " if self._token is not None and status == 403 else ""
+            why = f"{perhaps}another program answers in its place"
+            raise ControllerSilent(f"the answer from {self.address} is not signed by the controller: {why}")
         answer = _object(content)
         if status != 200:
             why = clean_text(str(answer.get("error", f"status {status}")))

@@ -23,6 +23,7 @@ import pyte
 import pytest
 
 from supervisor import messages as m
+from supervisor.cli import watch
 from supervisor.cli.screen import ALONE_S, ESCAPE, HELD_S, KeyReader
 from supervisor.cli.watch import ASK_S, LOOK_FIRST_S, Keys, meaning
 from supervisor.cli.watch_view import StepRate, picture
@@ -49,6 +50,21 @@ def open_incident() -> dict[str, Any]:
 
 def lines(answer: dict[str, Any], width: int = 80, height: int = 24, pace: StepRate | None = None) -> list[str]:
     return picture(answer, pace or StepRate(), (width, height), ["q quit"], None)
+
+
+# ----- into a pipe -----
+
+
+def test_a_line_is_printed_when_something_has_changed_and_not_for_time_that_passes() -> None:
+    silent = {"since": "2026-01-01T00:00:00Z", "text": "ranks 0, 1 have shown no progress for 31 s"}
+    later = {**silent, "text": "ranks 0, 1 have shown no progress for 44 s"}
+    swap = {"node": "n7", "state": "planned", "why": "alert X", "text": "n7 leaves, about 14:20 UTC"}
+    first = status(silence=silent, swaps=[swap])
+    assert watch._news(first) == watch._news(
+        {**first, "silence": later, "swaps": [{**swap, "text": "about 14:21 UTC"}], "now": "2026-01-01T00:01:00Z"}
+    )
+    for changed in ({"step": 101}, {"silence": None}, {"swaps": []}, {"waiting": "nodes"}, {"state": "HUNG"}):
+        assert watch._news({**first, **changed}) != watch._news(first), changed
 
 
 # ----- the picture -----

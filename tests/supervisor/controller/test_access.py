@@ -240,6 +240,25 @@ def test_munge_lets_the_owner_in_and_others_as_granted(rig: Any, munged: Path) -
     assert (second.uid, second.role, second.by) == (12345, "operate", "uid 12345, operate by munge")
 
 
+def test_one_user_does_not_take_all_challenges(rig: Any, munged: Path) -> None:
+    async def challenge(running: Any) -> None:
+        client = MungeClient(running.address, os.geteuid())
+        with client._connected(30.0) as connection:
+            await asyncio.to_thread(client._challenge, connection)
+
+    async def scenario() -> None:
+        async with rig.controller() as running:
+            grant(rig.job_dir, "read", 1, anybody=True)
+            as_user(munged, 12345)
+            for _ in range(access.OF_ONE_USER):
+                await challenge(running)
+            assert await get_by_munge(running.address, os.geteuid()) == 429
+            (munged / "munge").write_text((munged / "munge").read_text().replace("--uid=12345", "--uid=54321"))
+            assert await get_by_munge(running.address, os.geteuid()) == 200, "another user comes in"
+
+    rig.go(scenario())
+
+
 @pytest.mark.usefixtures("munged")
 def test_a_credential_that_is_replayed_is_refused(rig: Any) -> None:
     """And one that is for another challenge, or for another reader, or not whole."""
