@@ -39,6 +39,7 @@ CONTENT = {
     "": ("page.html", "text/html"),
     "page.js": ("page.js", "text/javascript"),
     "charts.js": ("charts.js", "text/javascript"),
+    "ranks.js": ("ranks.js", "text/javascript"),
     "page.css": ("page.css", "text/css"),
 }
 LOOK_EVERY_S = 0.5

@@ -196,6 +196,7 @@ function incident_body(one) {
     for (const piece of verdict.evidence) parts.push(make("p", { className: "evidence", text: `${[piece.source, piece.node, piece.rank === null ? "" : `rank ${piece.rank}`].filter(Boolean).join(", ")}: ${piece.text}` }));
     if (others) parts.push(make("p", { className: "muted", text: `Less likely: ${others}` }));
   }
+  if (one.alerts) parts.push(make("h3", { text: "Alerts from outside (they prove nothing)" }), ...alert_rows(one.alerts).map((row) => make("p", { text: `${row[1]}: ${row[3]} (${row[4]})${row[6] ? `: ${row[6]}` : ""}` })));
   parts.push(...phases(one));
   for (const other of one.recurrences || []) parts.push(make("p", { text: `Before: ${other.text}` }));
   for (const other of one.corrections || []) parts.push(make("p", { text: `Corrected by ${other.by}: ${other.failure_class}${other.note ? `: ${other.note}` : ""}` }));
@@ -262,6 +263,7 @@ function nodes() {
   while (grid.children.length > now.nodes.length) grid.lastChild.remove();
   not_well();
   node_details();
+  if (now.status) draw_ranks(now.status);
 }
 
 const BAD_NODES = ["SUSPECT", "LOST", "CORDONED"];
@@ -332,7 +334,13 @@ function tables() {
   const rows = saved.map((one) => [one.step ?? "?", one.suspect ? "suspect" : one.verdict, size(one.size_bytes), clock(one.modified_at), one.where.join(", "), one.path, one.why]);
   at("checkpoints").replaceChildren(table(["step", "verdict", "size", "written", "where", "path", "why"], rows, "None was seen yet."));
   const cordons = now.status.cordons.map((one) => [one.node, one.gpu, one.reason, one.by, clock(one.at), clock(one.until), one.scheduler]);
+  at("alerts").replaceChildren(table(["heard", "node", "GPU", "alert", "taken for", "what follows", "what it says"], alert_rows(now.status.alerts), "None fires."));
   at("cordons").replaceChildren(table(["node", "GPU", "reason", "by", "since", "until", "scheduler"], cordons, "None."));
+}
+
+const TAKEN = (one) => (one.swap ? "its node is proposed for a swap" : one.suspect ? "its node is tested before a restart" : "it is told");
+function alert_rows(alerts) {
+  return (alerts || []).map((one) => [clock((one.at || 0) * 1000), one.node, one.gpu || "", one.name, one.failure_class || "unknown", TAKEN(one), one.text || ""]);
 }
 
 const is_command = (row) => row.kind === "override_given";
@@ -470,6 +478,7 @@ function draw() {
   actions(status);
   strip(status);
   draw_curve(status);
+  draw_ranks(status);
   tables();
   if (Date.now() - curve_at > CURVE_MS && status.step !== curve_step) read_curve();
 }
@@ -562,3 +571,4 @@ at("find").addEventListener("input", () => {
 at("ledger-box").addEventListener("toggle", ledger);
 window.addEventListener("hashchange", follow_link);
 begin_curve();
+begin_ranks();

@@ -445,12 +445,15 @@ def test_it_fits_a_phone(page: PageServer, tab: Any) -> None:
 
 
 class ManyNodes(JobReader):
-    """4,000 nodes, and a step that goes on."""
+    """4,000 nodes with 8 ranks, of which one is lost; an alert; and a step that goes on."""
 
     def __init__(self, job: JobHandle, nodes: int) -> None:
         super().__init__(job)
         one = super().status()
-        self.now = one | {"nodes": [one["nodes"][0] | {"node": f"n{n}", "ranks": [n]} for n in range(nodes)]}
+        some = [one["nodes"][0] | {"node": f"n{n}", "ranks": list(range(8 * n, 8 * n + 8))} for n in range(nodes)]
+        some[7]["state"] = "LOST"
+        alert = {"key": "a", "node": "n1", "name": "Xid", "failure_class": "gpu_fallen_off_bus", "text": "Xid 79 <b>"}
+        self.now = one | {"nodes": some, "alerts": [alert]}
 
     def status(self) -> dict[str, Any]:
         self.now = self.now | {"step": self.now["step"] + 1}
@@ -462,9 +465,20 @@ def test_thousands_of_nodes_are_drawn_and_found(tmp_path: Path, tab: Any) -> Non
     for page in serve(PageServer(0, ManyNodes(JobHandle(str(job_folder(tmp_path)), "", ""), 4000))):
         tab.goto(page.url)
         tab.locator("#nodes button").nth(3999).wait_for()
-        tab.locator("#find").fill("3777")
+        tab.locator("#find").fill("n3777")
         assert tab.locator("#nodes .found").get_attribute("data-node") == "n3777"
         tab.locator("#nodes .found").click()
         assert "n3777" in tab.locator("#node").inner_text()
         assert tab.locator('#nodes [tabindex="0"]').count() == 1  # one stop of the Tab key
+        ranks = tab.locator("#ranks:visible")
+        ranks.focus()
+        for key in ("End", "ArrowLeft", "Enter"):
+            tab.keyboard.press(key)
+        assert (ranks.get_attribute("aria-valuenow"), ranks.get_attribute("aria-valuemax")) == ("31998", "31999")
+        assert "rank 31998, local rank 6 on node n3999" in str(ranks.get_attribute("aria-valuetext"))
+        assert "n3999" in tab.locator("#node").inner_text()
+        assert "8 on a lost node" in tab.locator("#rank-counts").inner_text()
+        (row,) = tab.locator("#alerts tbody tr").all()
+        assert "Xid 79 <b>" in row.inner_text()
+        assert "gpu_fallen_off_bus" in row.inner_text()
         tab.goto("about:blank")
