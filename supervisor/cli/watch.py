@@ -27,6 +27,8 @@ READ_SHARE: Final = 3.0
 """After an answer `watch` waits at least so many times as long as it took: it does not keep a large job busy."""
 LATE_S: Final = 2.0
 """An answer that is older than this is told to be old."""
+STEP_LINE_S: Final = 10.0
+"""Into a pipe, steps alone are worth a line so often."""
 TURN_S: Final = 0.05
 LOOK_FIRST_S: Final = 0.5
 """A question must have been there for so long before it can be answered."""
@@ -65,14 +67,16 @@ def watch(read: Callable[[], dict[str, Any]], act: Act, every_s: float, as_json:
 
 def _print_changes(read: Callable[[], dict[str, Any]], every_s: float, as_json: bool) -> None:
     last: dict[str, Any] = {}
+    printed_at = 0.0
     with contextlib.suppress(KeyboardInterrupt):
         while last.get("outcome") is None:
             began = time.monotonic()
             answer = read()
             took_s = time.monotonic() - began
-            changed = _lasting(answer) != _lasting(last) if as_json else not last or _news(answer) != _news(last)
-            if changed:
+            moved = _lasting(answer) != _lasting(last)
+            if moved and (as_json or not last or _news(answer) != _news(last) or began - printed_at >= STEP_LINE_S):
                 print(json.dumps(answer, separators=(",", ":")) if as_json else one_line(answer), flush=True)
+                printed_at = began
             last = answer
             if last["outcome"] is None:
                 time.sleep(max(every_s, READ_SHARE * took_s))
@@ -84,8 +88,8 @@ def _lasting(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _news(answer: dict[str, Any]) -> tuple[object, ...]:
-    """What is worth a line: not how long something lasts, nor when the next checkpoint is due."""
-    calm = {**answer, "now": "", "silence": None, "swaps": ()}
+    """What is worth a line at once: no step, not how long something lasts, nor when the next checkpoint is due."""
+    calm = {**answer, "now": "", "step": None, "counted": 0, "silence": None, "swaps": ()}
     silent = (answer.get("silence") or {}).get("since")
     return one_line(calm), silent, [(one["node"], one["state"], one["why"]) for one in answer.get("swaps", ())]
 
