@@ -95,16 +95,10 @@ def checkpoint(mib: int, tensor_mib: float, rounds: int, threads: int, mirrors: 
     """How long a save holds up training: snapshots, torch.save, torch's distributed checkpoints."""
     if mirrors:
         told = _in_scratch(lambda folder: mirrors_bench.report(folder, mib, MIRROR_PAIRS, _say))
-        if told is None:
-            return 1
-        print(json.dumps(told)) if as_json else _show_mirrors(told)
-        return 0 if all(goal["met"] for goal in told["goals"]) else 1
+        return _told(told, as_json, _show_mirrors)
     size = checkpoint_bench.Size(mib, tensor_mib)
     found = _in_scratch(lambda folder: checkpoint_bench.report(folder, size, rounds, threads, _say))
-    if found is None:
-        return 1
-    print(json.dumps(found)) if as_json else _show_checkpoint(found)
-    return 0 if all(goal["met"] for goal in found["goals"]) else 1
+    return _told(found, as_json, _show_checkpoint)
 
 
 @group.command()
@@ -128,10 +122,7 @@ def overhead(
         return overhead_bench.measure(overhead_bench.running(job_dir, local_dir), seconds)
 
     found = _in_scratch(measure)
-    if found is None:
-        return 1
-    print(json.dumps(found)) if as_json else _show_overhead(found)
-    return 0 if all(goal["met"] for goal in found["goals"]) else 1
+    return _told(found, as_json, _show_overhead)
 
 
 @group.command(name="control-plane")
@@ -146,10 +137,7 @@ def control_plane(sizes: tuple[int, ...], phases: tuple[str, ...], as_json: bool
         return control_plane_bench.report(folder, chosen, phases or control_plane_bench.PHASES, _say)
 
     found = _in_scratch(measure)
-    if found is None:
-        return 1
-    print(json.dumps(found)) if as_json else _show_control_plane(found)
-    return 0 if all(goal["met"] for goal in found["goals"]) else 1
+    return _told(found, as_json, _show_control_plane)
 
 
 def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
@@ -161,6 +149,14 @@ def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | N
         return None
     shutil.rmtree(folder, ignore_errors=True)
     return found
+
+
+def _told(found: dict[str, Any] | None, as_json: bool, show: Callable[[dict[str, Any]], None]) -> int:
+    """The exit code: 0 where all goals are met."""
+    if found is None:
+        return 1
+    print(json.dumps(found)) if as_json else show(found)
+    return 0 if all(goal["met"] for goal in found["goals"]) else 1
 
 
 def _say(text: str) -> None:
@@ -216,10 +212,7 @@ def _show_checkpoint(found: dict[str, Any]) -> None:
     for row in found["rows"]:
         if row["why_not"]:
             console.print(f"skipped: {row['way']} ({row['why_not'][:100]})", highlight=False)
-    for goal in found["goals"]:
-        value = "not measured" if goal["value"] is None else f"{goal['value']:.3g}"
-        verdict = "met" if goal["met"] else "NOT MET"
-        console.print(f"{goal['what']}: {value}, goal {goal['goal']:g}: {verdict}", highlight=False)
+    _show_goals(found)
 
 
 def _show_mirrors(found: dict[str, Any]) -> None:
@@ -228,9 +221,7 @@ def _show_mirrors(found: dict[str, Any]) -> None:
         f"rank every {found['snapshot_every_s']:g} s, load {found['load']}\n"
         f"ratios of pairs: {_cell(found['ratios'])}; of minima {found['ratio_of_minima']:.3f}"
     )
-    for goal in found["goals"]:
-        verdict = "met" if goal["met"] else "NOT MET"
-        print(f"{goal['what']}: {goal['value']:.3f}, goal {goal['goal']:g}: {verdict}")
+    _show_goals(found)
 
 
 def _show_overhead(found: dict[str, Any]) -> None:
@@ -251,9 +242,7 @@ def _show_overhead(found: dict[str, Any]) -> None:
         share = "" if row["cpu_percent"] is None else f"{row['cpu_percent']:.3f}"
         probes.add_row(row["probe"], str(row["looks"]), *times, share)
     console.print(probes)
-    for goal in found["goals"]:
-        verdict = "met" if goal["met"] else "NOT MET"
-        console.print(f"{goal['what']}: {goal['value']:.3g}, goal {goal['goal']:g}: {verdict}", highlight=False)
+    _show_goals(found)
     for other in found["published"]:
         line = f"{other['what']}: {other['mib']} MiB, {other['cpu']} ({other['source']})"
         console.print(f"published, not measured here: {line}", highlight=False)
@@ -273,9 +262,13 @@ def _show_control_plane(found: dict[str, Any]) -> None:
             values = (f"{row[name]:g}" if name in row else "" for row in rows)
             table.add_row(name, *values, "" if growth is None else f"{growth:.2f}")
     console.print(table)
+    _show_goals(found)
+
+
+def _show_goals(found: dict[str, Any]) -> None:
     for goal in found["goals"]:
-        verdict = "met" if goal["met"] else "NOT MET"
-        console.print(f"{goal['what']}: {goal['value']:g}, goal {goal['goal']:g}: {verdict}", highlight=False)
+        value = "not measured" if goal["value"] is None else f"{goal['value']:.4g}"
+        print(f"{goal['what']}: {value}, goal {goal['goal']:g}: {'met' if goal['met'] else 'NOT MET'}")
 
 
 def _cell(values: list[float]) -> str:

@@ -94,10 +94,10 @@ def clock(at: str | None) -> str:
     """A time in the reader's time zone."""
     if not at:
         return ""
-    return _time(at).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    return time_of(at).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
 
 
-def _time(at: str) -> datetime.datetime:
+def time_of(at: str) -> datetime.datetime:
     return datetime.datetime.fromisoformat(at.replace("Z", "+00:00"))
 
 
@@ -121,7 +121,7 @@ VERDICT_STYLES: Final = {"whole": "green", "incomplete": "yellow", "in doubt": "
 
 
 def checkpoints(answer: dict[str, Any]) -> None:
-    now = _time(answer["now"])
+    now = time_of(answer["now"])
     parts: list[RenderableType] = []
     if answer["restart"] is not None:
         parts.append(Text(restart_line(answer["restart"])))
@@ -133,7 +133,7 @@ def checkpoints(answer: dict[str, Any]) -> None:
     else:
         table = new_table("step", "age", "size", "format", "ranks", "verdict", "where", "path", "why")
         for one in answer["checkpoints"]:
-            age = seconds(max(0.0, (now - _time(one["modified_at"])).total_seconds()))
+            age = seconds(max(0.0, (now - time_of(one["modified_at"])).total_seconds()))
             where = ", ".join(one.get("where") or ())
             path = clean_line(f"{one['path']} (of {one['copy_of']})" if one.get("copy_of") else one["path"], PATH_LIMIT)
             table.add_row(*_what(one)[:1], age, *_what(one)[1:], _verdict(one), where, path, one.get("why", ""))
@@ -302,7 +302,7 @@ def step_text(answer: dict[str, Any]) -> str:
 
 def _limit(ends_at: str) -> str:
     """`2026-03-01 14:02:00 (in 3 h 10 min)`."""
-    left_s = (_time(ends_at) - datetime.datetime.now().astimezone()).total_seconds()
+    left_s = (time_of(ends_at) - datetime.datetime.now().astimezone()).total_seconds()
     return f"{clock(ends_at)[:19]} ({f'in {seconds(left_s)}' if left_s > 0 else 'over'})"
 
 

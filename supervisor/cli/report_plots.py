@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import re
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import Any, Final
 import pygal
 from pygal.style import Style
 
-from supervisor.cli.render import seconds
+from supervisor.cli.render import seconds, time_of
 
 GREY: Final = "#808790"
 TIME_COLOURS: Final = {"training": "#1a7f37", "until the first step": "#9aa4af"}
@@ -56,7 +55,7 @@ def lost_by_class(answer: dict[str, Any]) -> Iterable[str]:
 def courses(answer: dict[str, Any]) -> Iterable[str]:
     """Steps over time, and the loss over steps: where a line goes back or stands, training was lost."""
     for job in answer["jobs"][:COURSES]:
-        steps = [(_time(point["at"]), point["step"]) for point in job["curve"] if point["step"] is not None]
+        steps = [(time_of(point["at"]), point["step"]) for point in job["curve"] if point["step"] is not None]
         if len(steps) > 1:
             begun = steps[0][0]
             line = [((at - begun).total_seconds(), step) for at, step in steps]
@@ -107,7 +106,3 @@ def _looks(*colours: str) -> dict[str, Any]:
 def _drawn(chart: Any) -> str:
     """Names of jobs and classes are escaped by pygal; of its own script, which shows values, none is wanted."""
     return _SCRIPT.sub("", str(chart.render(is_unicode=True, disable_xml_declaration=True)))
-
-
-def _time(at: str) -> datetime.datetime:
-    return datetime.datetime.fromisoformat(at.replace("Z", "+00:00"))

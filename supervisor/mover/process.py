@@ -56,6 +56,7 @@ from supervisor.mover.peer import (
     Wire,
     call,
     fetch_file,
+    in_a_hurry,
     send_part,
 )
 from supervisor.mover.protocol import MoverOrders, MoverSetup, MoverStatus
@@ -479,7 +480,9 @@ class Mover:
         for name in names if mirror is not None else []:
             assert mirror is not None
             try:
-                copied = copy(self._mirrors.data(owner, save.key), name, self._folder, name, _hurried(), lambda _: None)
+                copied = copy(
+                    self._mirrors.data(owner, save.key), name, self._folder, name, in_a_hurry(), lambda _: None
+                )
             except (OSError, CopyError) as error:
                 log.warning("our mirror of %s cannot be used: %s", name, error)
                 continue
@@ -508,7 +511,7 @@ class Mover:
         left: list[str] = []
         for at, name in enumerate(names):
             try:
-                copy(Path(self._setup.publish_to), name, self._folder, name, _hurried(), counted)
+                copy(Path(self._setup.publish_to), name, self._folder, name, in_a_hurry(), counted)
             except TooSlow as error:
                 self._tell_slow(f"{self._setup.publish_to} gives {save.name}", error)
                 return [*left, *names[at:]]
@@ -742,12 +745,6 @@ def _part_of(save: Save, owner: str) -> SavePart:
         files=files,
         whole=True,
     )
-
-
-def _hurried() -> CopyPace:
-    pace = CopyPace()
-    pace.hurry = True
-    return pace
 
 
 # ----- the process -----
