@@ -11,12 +11,16 @@ import time
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
 
 if TYPE_CHECKING:
-    from supervisor.training import bootstrap
+    from supervisor.training import bootstrap, imports
 else:
     bootstrap = sys.modules["_unbroken_bootstrap"]
+    imports = bootstrap.sibling("imports")
 
 TORCH_SEED = 67280421310721
 """Of every process in most releases of torch; where it is random at start, forks must not share the keeper's."""
+COME_WITH_TORCH = frozenset(
+    "torch torchgen numpy sympy mpmath tqdm typing_extensions colorama pynvml _distutils_hack".split()
+)
 TORCHRUN = "import sys\nfrom torch.distributed.run import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
@@ -58,9 +62,23 @@ def settle(become: Any, close_in_fork: Callable[[], None] | None) -> None:
     if become.warned and sys.stderr is not None:
         sys.stderr.write(become.warned)
         sys.stderr.flush()
-    # The keeper froze what it had imported. At the end all of it is to be collected, or libraries tell of leaks.
-    atexit.register(gc.unfreeze)
+    if holds_other_libraries():
+        atexit.register(gc.unfreeze)
     refresh_modules()
+
+
+def holds_other_libraries() -> bool:
+    """Whether the keeper, which froze what it had imported, imported more than Python's own modules, torch and ours.
+
+    Then all of it is to be collected at the end, or libraries tell of leaks (nanobind). With torch alone nobody tells
+    of anything, and to collect it takes a second of a core, by which a failed rank would end later.
+    """
+    standard, ours = (os.path.join(os.path.dirname(file), "") for file in (os.__file__, __file__))
+    for name, module in list(sys.modules.items()):
+        path = "" if name.partition(".")[0] in COME_WITH_TORCH else imports.origin(name, module)
+        if path and not path.startswith(ours) and (not path.startswith(standard) or "-packages" in path):
+            return True
+    return False
 
 
 def name_process(argv: list[str]) -> None:

@@ -123,8 +123,7 @@ def load():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm", ["1", "0"])
-def test_what_libraries_hold_is_freed_at_the_end_as_under_torchrun(tmp_path: Path, warm: str) -> None:
+def test_what_libraries_hold_is_freed_at_the_end_as_under_torchrun(tmp_path: Path) -> None:
     """Else some print what they call leaks (nanobind). torch loads this one when it is imported itself."""
     site = tmp_path / "site"
     (site / "kept-1.dist-info").mkdir(parents=True)
@@ -133,7 +132,7 @@ def test_what_libraries_hold_is_freed_at_the_end_as_under_torchrun(tmp_path: Pat
     (site / "kept.py").write_text(KEPT)
     (tmp_path / "train.py").write_text("import torch\n")
     local = str(tmp_path / "local")
-    env = {**os.environ, "PYTHONPATH": str(site), "UNBROKEN_WARM": warm, "UNBROKEN_LOCAL_DIR": local}
+    env = {**os.environ, "PYTHONPATH": str(site), "UNBROKEN_LOCAL_DIR": local}
     printed = []
     for prefix in ([], [UNBROKEN, "run", "--quiet", "--"]):
         command = [*prefix, TORCHRUN, "--nproc-per-node", "1", "train.py"]
