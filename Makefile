@@ -40,8 +40,9 @@ docs: $(MADE)  ## the documentation as a site, in build/site; a link that leads 
 	@du -sh build/site
 
 croissant:  ## mlcroissant, which reads exports in a test, in an environment of its own (350 MB)
-	$(PYTHON) -m venv .venv-croissant
-	.venv-croissant/bin/python -m pip install --quiet mlcroissant
+	@echo "mlcroissant in .venv-croissant: about half a minute."
+	@$(PYTHON) -m venv .venv-croissant
+	@.venv-croissant/bin/python -m pip install --quiet mlcroissant
 
 format: $(MADE)
 	$(BIN)/ruff check --fix
@@ -56,8 +57,10 @@ $(DEMO):
 
 # The virtual environment, made again when what it is made from has changed.
 $(MADE):
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,dev,docs]'
+	@echo "[1/2] A virtual environment in $(VENV): seconds."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/2] torch and all that tests, checks and docs need (1.7 GB on disk): one to five minutes, most of it quiet."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[demo,dev,docs]'
 	rm -f $(VENV)/.made-*
 	touch $@
 
