@@ -38,9 +38,9 @@ def test_nothing_comes_of_any_kind_of_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.lasts(45)
-def test_nothing_comes_of_all_of_them() -> None:
-    found = hazards.report(hazards.obeys, hazards.items(), lambda _: None)
+def test_nothing_comes_of_hundreds_of_them() -> None:
+    """`python -m tests.bench hazards` plays all of them: as many seconds as there are hundreds."""
+    found = hazards.report(hazards.obeys, hazards.items()[::5], lambda _: None)
     assert found["failed"] == []
 
 

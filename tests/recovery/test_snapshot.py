@@ -377,7 +377,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 from recovery import snapshot
-base = torch.arange(4_000_000, dtype=torch.int64)
+base = torch.arange(2_000_000, dtype=torch.int64)
 parts = [torch.ones(n % 50) for n in range(100)]
 print("ready", flush=True)
 for line in sys.stdin:                       # a start: from this step on
@@ -398,11 +398,11 @@ for line in sys.stdin:                       # a start: from this step on
 """
 
 
-@pytest.mark.parametrize(
-    "kills", [40, pytest.param(150, marks=[pytest.mark.slow, pytest.mark.lasts(50), pytest.mark.timeout(900)])]
-)
+KILLS = 40
+
+
 def test_a_kill_at_any_moment_leaves_the_snapshot_before(
-    kills: int, slots: list[snapshot_memory.Slot], monkeypatch: pytest.MonkeyPatch
+    slots: list[snapshot_memory.Slot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a rank that does nothing but save."""
     root = str(Path(snapshot.__file__).parents[1])
@@ -415,7 +415,7 @@ def test_a_kill_at_any_moment_leaves_the_snapshot_before(
         assert process.stdout.readline() == "ready\n"
         done = 0
         torn = 0
-        for _ in range(kills):
+        for _ in range(KILLS):
             print(done, file=process.stdin, flush=True)
             pid, saves = 0, 0
             while not pid or saves < 2:  # from then on it is in the middle of a save nearly all the time
@@ -442,8 +442,8 @@ def test_a_kill_at_any_moment_leaves_the_snapshot_before(
                 assert all(bool((part == step).all()) for part in state["parts"])
             done = max(held, default=0)
         process.stdin.close()
-    assert torn >= kills // 40, "the kills hit no save"
-    assert done > 2 * kills
+    assert torn >= 1, "the kills hit no save"
+    assert done > 2 * KILLS
 
 
 def test_memory_of_control_groups_counts(tmp_path: Path) -> None:

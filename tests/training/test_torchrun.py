@@ -61,7 +61,6 @@ def report(text: str) -> list[str]:
     "text",
     [
         pytest.param(ONE + "raise SystemExit(3)", id="exit 3", marks=pytest.mark.slow),
-        pytest.param(ONE + "raise ValueError('bad')", id="exception", marks=pytest.mark.slow),
         pytest.param(ONE + "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", id="segfault"),
         pytest.param("import os; os._exit(0)", id="hard exit", marks=pytest.mark.slow),
         pytest.param(ONE + RECORD, id="record"),

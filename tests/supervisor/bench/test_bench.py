@@ -52,12 +52,12 @@ def test_times_of_the_timeline_are_read() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 @pytest.mark.lasts(45)
-def test_thirty_kills_of_our_own_processes_change_nothing() -> None:
-    found = bench("chaos", "--kills", "30", "--seed", "4", timeout_s=480)
+def test_fifteen_kills_of_our_own_processes_change_nothing() -> None:
+    found = bench("chaos", "--kills", "15", "--seed", "4", timeout_s=480)
     assert found["equal_weights"], found
     assert found["kills"]["rank"] >= 1, "so that they die in the middle of a recovery"
     # One that was chosen may have died a moment ago, with the other, and is not there to be killed.
-    assert found["kills"]["controller"] + found["kills"]["agent"] >= 25
+    assert found["kills"]["controller"] + found["kills"]["agent"] >= 10
 
 
 @pytest.mark.e2e
