@@ -8,6 +8,7 @@ log has it. A dead man's switch is told each minute that the controller lives: w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import email.message
 import errno
 import getpass
@@ -34,7 +35,7 @@ import msgspec
 from diagnosis.signals import clean_line
 from diagnosis.text import redact
 from supervisor import messages as m
-from supervisor.blocking import BlockingCalls
+from supervisor.blocking import BlockingCalls, timeout
 from supervisor.config import ALIVE, MAIL, WEB, NotifySettings
 from supervisor.errors import ConfigError
 from supervisor.notes import text_of
@@ -189,9 +190,12 @@ class Recipient:
         self._perhaps = 0
         """Of them, those that may have delivered it."""
         self._lost = 0
+        self._fresh = asyncio.Event()
+        """Another message: what waits is tried at once."""
 
     def add(self, message: Message, now: float) -> None:
         self.waiting.append(Kept(now, message))
+        self._fresh.set()
         while len(self.waiting) > GROUPS or now - self.waiting[0].at > KEPT_S:
             self.waiting.popleft()
             self._lost += 1
@@ -200,7 +204,10 @@ class Recipient:
         """Send what waits, however long it takes. One that is cut off in the middle of it is sent again."""
         waits_s = (*TRIES_S, *LATER_S)
         while self.waiting:
-            await asyncio.sleep(waits_s[min(self._failed, len(waits_s) - 1)])
+            self._fresh.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with timeout(waits_s[min(self._failed, len(waits_s) - 1)]):
+                    await self._fresh.wait()
             await self.send_once()
 
     async def send_once(self, deadline_s: float = DEADLINE_S) -> bool:

@@ -183,8 +183,9 @@ class Swaps:
 
     def _is_of_a_storm(self, swap: ProposedSwap) -> bool:
         if swap.cause == "alert":
-            domains = {node.name: node.domain for node in self._nodes}
-            return swaps.have_a_common_cause({n for n, one in self.proposed.items() if one.cause == "alert"}, domains)
+            domains, now = {node.name: node.domain for node in self._nodes}, self._core.now
+            told = {one.node for one in self._alerts.firing.values() if one.swap and now - one.at < swaps.SHARED_S}
+            return swaps.have_a_common_cause(told | {swap.node}, domains)
         return swap.cause == "device" and self._incidents.is_storm(swap.found_at, swap.failure_class)
 
     def _may_cordon(self, swap: ProposedSwap, members: int) -> bool:

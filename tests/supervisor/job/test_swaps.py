@@ -509,6 +509,11 @@ def test_alerts_for_many_nodes_swap_none_and_other_settings_hold(story: Any) -> 
     assert job.states == dict.fromkeys("bcd", "blocked")
     job.save(2)
     assert job.members == tuple("abcde"), "three nodes at once have a common cause"
+    slow = story(nodes="abcde", spares="stuv")
+    for step, node in enumerate("bcd"):
+        fires(slow, node)
+        slow.save(step + 2)
+    assert "d" in slow.members, "within minutes they have a common cause, too"
     quiet = story(swap_mode="recommend")
     fires(quiet, "b")
     assert quiet.states == {"b": "recommended"}
