@@ -246,6 +246,8 @@ _OTHER_BARS: Final = re.compile(
     rb"creat|process|preprocess|sampl|comput|pack|casting|flatten|extract|unpack|read|writ|push|convert|build|index|"
     rb"calculat|quantiz|calibrat|compil|capturing|warm|import|merg|shard|files|setting)"
 )
+_NO_STEPS: Final = re.compile(rb"\d{5}(?:\.\d+)?it/s|\d\s?[kmg]?i?b/s")
+"""The rate of a bar that counts bytes or rows: no training makes 10,000 steps a second."""
 _BAD_LOSS: Final = (b": nan", b"=nan", b"= nan", b"  nan", b"loss nan", b": inf", b"=inf", b"= inf", b"loss inf")
 BAD_NORMS: Final = 5
 """So many gradient norms in a row that are NaN are a failure; a single one may be what a loss scaler skips."""
@@ -478,6 +480,8 @@ class StepReader:
             timing = match[3]
             if b"/s" not in timing and b"s/" not in timing and b"?" not in timing:
                 continue
+            if _NO_STEPS.search(timing) is not None:
+                continue
             start = max(text.rfind(b"\r", 0, match.start()), text.rfind(b"\n", 0, match.start())) + 1
             label = (
                 text[max(start, match.start() - 600) : match.start()]
@@ -626,6 +630,7 @@ _FINISHED: Final = re.compile(
     rb"train_runtime|\btraining (?:is |has |was )?(?:now )?(?:successfully )?(?:completed?|finished|done|ended)\b"
     rb"(?! (?:epoch|step|iter|batch|for)\b)"
     rb"|`?trainer\.fit`? stopped: `?max_|\bexiting program (?:after|at)\b|\bfinished training\b|\bdone training\b"
+    rb"|\bearly[ _-]?stop\w{0,4}\b.{0,60}\b(?:stopping training|triggered)"
     rb"|\btraining successfully\b|wandb: (?:run summary|synced)|\bprocess \d+ exits successfully"
     rb"|\"run_stop\"|^RUNANDTIME_STOP\b|^RESULT,\w"
     rb"|\b(?:saved|saving|wrote) (?:the )?final (?:model|checkpoint|weights)\b"

@@ -39,6 +39,13 @@ _RUN_OUT: Final = (FailureClass.GPU_OOM, FailureClass.HOST_OOM, FailureClass.DIS
 LAST_WORDS: Final = 10
 """A line among the last so many is why a rank ended, if no complaint after it and no exception says something else."""
 MAX_WORDS: Final = 180
+MAX_HEAD: Final = 60
+DECISIVE_BEFORE: Final = 30
+"""Of a longer line its beginning is shown, and the words that decide with so much before them."""
+_DECISIVE: Final = re.compile(
+    r"\[Errno \d|\b[A-Z]\w{0,60}(?:Error|Exception)\b|\b[A-Z]{2,12}_?ERROR_\w{2,40}|missing ranks?\b"
+    r"|(?i:connection (?:refused|reset|timed out)|out of memory|permission denied|no such file|no space left)"
+)
 CRASH: Final = "crash"
 _OF_THREADS: Final = ("_bootstrap", "_bootstrap_inner", "_feed")
 _ADDRESS: Final = r"\[?(?:::ffff:)?((?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F.]*|[\w.-]{1,120})"
@@ -144,9 +151,16 @@ def _exception_line(traceback: Traceback) -> str:
 
 
 def _words(text: str) -> str:
-    """A line as people read it: without the rank before it, and cut."""
+    """A line as people read it: without the rank before it, and cut; not the words that decide."""
     text = tracebacks.split_prefix(text)[1].strip()
-    return text if len(text) <= MAX_WORDS else f"{text[:MAX_WORDS].rstrip()}…"
+    if len(text) <= MAX_WORDS:
+        return text
+    last = next((match.start() for match in reversed(list(_DECISIVE.finditer(text)))), 0)
+    if last < MAX_WORDS - DECISIVE_BEFORE:
+        return f"{text[:MAX_WORDS].rstrip()}…"
+    start = last - DECISIVE_BEFORE
+    shown = text[start : start + MAX_WORDS - MAX_HEAD].strip()
+    return f"{text[:MAX_HEAD].rstrip()} … {shown}{'…' if len(text) > start + MAX_WORDS - MAX_HEAD else ''}"
 
 
 def _role(failure_class: FailureClass) -> Role:

@@ -59,7 +59,7 @@ _REPORTS: Final = re.compile(r"\b(?:NVIDIA-SMI|HL-SMI|npu-smi|xpu-smi)\b|\balgbw
 _STATES: Final = {name: re.compile("|".join(rows)) for name, rows in load("diagnosis", "states.toml").items()}
 _ENDS: Final = {
     "finished": ": the work was completed",
-    "goes_on": ", and training goes on",
+    "goes_on": ", and the work was going on where it ends",
     "quiet": " of a node or its devices",
     "no_sign": "; no step and no end of the work shows that all is well, either",
 }

@@ -44,6 +44,8 @@ def test_the_work_is_complete():
     told = log([*steps(0, 50), "Training completed! Do not forget to share your model", "wandb: Synced 5 files"])
     assert told.finished_line == 51
     assert log([*steps(0, 50), "training complete", *steps(50, 60)]).finished_line is None
+    assert log([*steps(0, 50), "INFO: [EARLY STOP] nothing gained, stopping training."]).finished_line == 51
+    assert log([*steps(0, 50), "train: EarlyStopping(patience=3) watches val_loss"]).finished_line is None
 
 
 def test_each_rank_of_a_mixed_log():

@@ -94,6 +94,14 @@ def test_hf_trainer_and_its_other_bars():
     assert reader.phase == "end"
 
 
+@pytest.mark.parametrize("rate", ["301113.97it/s", "81.2MB/s", "54230it/s", "17 kB/s"])
+def test_a_bar_that_counts_bytes_counts_no_steps(rate):
+    reader = read(*(f"\r{n}%|##  | {n * 4096}/9912422 [00:01<00:09, {rate}]" for n in range(1, 9)), "\n")
+    assert reader.step is None
+    reader.feed(bars("", range(1, 8), 100).encode())
+    assert reader.step == 7
+
+
 def test_lightning_counts_on_over_epochs():
     tail = ", v_num=0, train_loss=2.30"
     reader = read(*(bars(f"Epoch {epoch}: ", range(1, 101), 100, tail) for epoch in range(3)))

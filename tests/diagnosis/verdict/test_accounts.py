@@ -121,3 +121,31 @@ def test_a_broken_device_that_a_rank_trained_on_with_does_not_cordon() -> None:
         for lines in ((*STEPS, broken), (broken, *STEPS))
     ]
     assert confidences[0] > SURE_ENOUGH > confidences[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "shown", "left_out"),
+    [
+        (
+            f"W platform.cc:256] no executor: {'a detail, ' * 20}call failed: CUDA_ERROR_NO_DEVICE here",
+            "CUDA_ERROR_NO_DEVICE",
+            "",
+        ),
+        (
+            f"request to the hub failed {'/path' * 50} (Caused by [Errno 110] Connection timed out)",
+            "Connection timed out",
+            "",
+        ),
+        (
+            f"OutOfMemoryError: it is too much, {'a hint ' * 40}the end of the hint",
+            "it is too much",
+            "the end of the hint",
+        ),
+    ],
+)
+def test_of_a_long_line_the_words_that_decide_are_shown(line: str, shown: str, left_out: str) -> None:
+    found = accounts._words(line)
+    assert shown in found
+    assert line[:20] in found
+    assert len(found) <= accounts.MAX_WORDS + 5
+    assert not left_out or left_out not in found
