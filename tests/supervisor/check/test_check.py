@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from diagnosis.tables import load
+from supervisor.node_health.check import table
+from supervisor.node_health.state import RESPONDS
+
 PlugIn = Callable[[str], dict[str, str]]
 Check = Callable[..., Any]
 
@@ -116,3 +120,10 @@ def test_json_is_printed_where_nothing_can_be_said(
 def test_the_page_has_the_table() -> None:
     made = runpy.run_path(str(REPOSITORY / "docs/make_checks.py"))
     assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run: python docs/make_checks.py"
+
+
+def test_each_row_of_the_table_of_checks_is_made_by_its_probe() -> None:
+    made = {name: row.probe for name, row in table().items()}
+    rows = load("supervisor.node_health", "checks.toml")
+    assert set(rows.pop("responds")) == {check.id for check in RESPONDS.values()}
+    assert {name: probe for probe, checks in rows.items() for name in checks}.items() <= made.items()
