@@ -323,6 +323,8 @@ class Attempts:
         """Before this it starts only with all nodes."""
         self._last_started = 0
         """The number of the newest attempt whose round was formed."""
+        self._said_back = ""
+        """The checkpoint that a rollback has named: the nodes look again before the attempt starts."""
         self._ranks_ran = False
         self._launcher_failures = 0
         """Launchers that ended by themselves since ranks were started last."""
@@ -428,6 +430,8 @@ class Attempts:
         self.checkpoints.roll_back(situation, members, skip_batches)
         if checkpoint is None:
             return
+        self._said_back = checkpoint.path
+        other_nodes = attempt is not None and set(members) != attempt.member_set
         steps = lost_s = None
         if attempt is not None and attempt.step is not None and checkpoint.step is not None:
             steps = max(0, attempt.step - checkpoint.step)
@@ -441,6 +445,7 @@ class Attempts:
             lost_min=None if lost_s is None else max(1, round(lost_s / 60)),
             aside=len(aside) or None,
             skip=skip_batches or None,
+            unsure=other_nodes or self.checkpoints.may_go(checkpoint, members) or None,
         )
 
     def undo_rollback(self) -> Wants:
@@ -598,6 +603,8 @@ class Attempts:
             snapshot=None if snapshot is None else (snapshot.attempt, snapshot.step),
         )
         self._places = attempt.members
+        said, self._said_back = self._said_back, ""
+        elsewhere = self.checkpoints.rolls_back and said and attempt.resume.path != said
         self.checkpoints.attempt_starts()
         self.checkpoints.tiers.begin(attempt.number, attempt.members)
         last_good, first = self.checkpoints.last_good, self._last_started + 1
@@ -616,6 +623,9 @@ class Attempts:
             given_up_from=first if first < attempt.number - 1 else None,
             given_up_to=attempt.number - 1,
         )
+        if elsewhere:
+            now_to = attempt.resume
+            yield note("rolled_back_elsewhere", loud=True, step=now_to.step, checkpoint=now_to.path, said=said)
         if snapshot is not None:
             yield note("snapshot_held", attempt=attempt.number, step=snapshot.step)
         yield from self._world_size_note(attempt)

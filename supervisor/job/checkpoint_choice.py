@@ -33,6 +33,8 @@ REPORTS_KEPT = 64
 """Nodes whose reports are remembered: on a shared file system they all say the same."""
 STEPS_KEPT = 64
 SUSPECTS_KEPT = 64
+OFTEN_S = 10.0
+"""Saves so close to each other: one may be gone again before it is used."""
 REMEMBERED = 64
 """Good checkpoints that are known although no node reports them any more."""
 SPANS_KEPT = 8
@@ -232,6 +234,12 @@ class Checkpoints:
         """One of these nodes sees it, or none of them has looked; tiers bring it to every node."""
         reports = [self._reports[node] for node in nodes if node in self._reports]
         return self.tiers.are_on or not reports or any(one.path == path for seen in reports for one in seen)
+
+    def may_go(self, checkpoint: Checkpoint, members: tuple[str, ...]) -> bool:
+        """Whether the next look may well find it gone: nobody sees it now, or the script saves often and keeps few."""
+        times = sorted(one.modified_at for one in self.candidates(members))[-2:]
+        often = len(times) == 2 and times[1] - times[0] < OFTEN_S
+        return often or not self.is_seen_by(members, checkpoint.path)
 
     def ways_back(self, members: tuple[str, ...]) -> list[Checkpoint]:
         """Good ones of different steps, the newest first."""

@@ -34,6 +34,9 @@ def job(make_driver: Any) -> Any:
     return driver
 
 
+LAUNCHER = {"node": "a", "offer": m.StoreOffer(host="a", port=1, local_world_size=2)}
+
+
 def told(driver: Any, kind: str) -> Note | None:
     return next((one for one in driver.actions if isinstance(one, Note) and one.kind == kind), None)
 
@@ -60,6 +63,33 @@ def test_an_operator_goes_back(job: Any, argument: str, resume: int, skip: int) 
     assert note is not None
     assert note.arguments["lost_steps"] == 450 - resume
     assert note.arguments["lost_min"] in ((450 - resume) // 60, (450 - resume) // 60 + 1)
+
+
+def test_a_checkpoint_that_is_gone_before_the_start_is_told(job: Any) -> None:
+    """The script saves often and keeps few: what was named is removed while its ranks are stopped."""
+    job.order("rollback", "300")
+    note = told(job, "rolled_back")
+    assert note is not None
+    assert note.arguments["unsure"]
+    job.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((200, 400, 500)))
+    job.tell(m.LauncherReady, **LAUNCHER, attempt=job.number)
+    other = told(job, "rolled_back_elsewhere")
+    assert other is not None
+    assert (other.arguments["step"], other.arguments["said"]) == (200, "/c/step-300")
+
+
+def test_a_checkpoint_that_is_still_there_is_not_told_again(make_driver: Any) -> None:
+    driver = make_driver()
+    driver.join("a")
+    driver.up(step=1)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(*checkpoints((300,), 1300.0), *checkpoints((200,), 1200.0)))
+    driver.order("rollback", "200")
+    note = told(driver, "rolled_back")
+    assert note is not None
+    assert not note.arguments["unsure"]
+    driver.tell(m.LauncherReady, **LAUNCHER, attempt=driver.number)
+    assert told(driver, "attempt_starts") is not None
+    assert told(driver, "rolled_back_elsewhere") is None
 
 
 @pytest.mark.parametrize(
