@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import exceptions
+from diagnosis import exceptions, health_words
 from diagnosis.incident import (
     Alternative,
     Anomaly,
@@ -44,7 +44,7 @@ from diagnosis.verdict.candidates import (
     last_progress,
 )
 from diagnosis.verdict.named import with_named
-from diagnosis.verdict.weights import current
+from diagnosis.verdict.weights import Points, current
 
 MAX_APART: Final = 2
 """Ranks that train together are at most this many steps apart, but for what their buffers hold back."""
@@ -61,6 +61,7 @@ _ENDS: Final = {
     "finished": ": the work was completed",
     "goes_on": ", and the work was going on where it ends",
     "quiet": " of a node or its devices",
+    "healthy_words": ", and its words are those of healthy logs; no step and no end of the work shows it",
     "no_sign": "; no step and no end of the work shows that all is well, either",
 }
 """How logs end that show no failure; each has its confidence in `weights.toml`."""
@@ -89,7 +90,7 @@ def conclude(incident: Incident) -> Verdict:
         *described.others,
     ]
     if logs is None:
-        return _weighed(found or [nothing(incident.trigger)], described)
+        return _weighed(found or [nothing(incident.trigger)], described, live=True)
     found = explained(ranked(found), logs)
     if not found:
         healthy = no_failure(logs, described)
@@ -113,7 +114,7 @@ def _once_and_again(one: Candidate) -> Candidate:
     return msgspec.structs.replace(one, action="stop") if one.failure_class is FailureClass.SCRIPT_ERROR else one
 
 
-def _weighed(found: list[Candidate], described: Accounts) -> Verdict:
+def _weighed(found: list[Candidate], described: Accounts, *, live: bool = False) -> Verdict:
     return verdict(
         ranked(found),
         symptoms=(symptom for account in described.accounts for symptom in account.symptoms),
@@ -122,6 +123,7 @@ def _weighed(found: list[Candidate], described: Accounts) -> Verdict:
             *(line for account in described.accounts if account.is_cascade for line in account.evidence[:1]),
         ),
         seen=described.hints,
+        live=live,
     )
 
 
@@ -141,9 +143,10 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
     new = evidence.compared.at_end if evidence.compared is not None and not finished and goes_on else None
     well = not apart and doubt is None and new is None
     quiet = is_at_work(evidence) or all(log.kind in ("kernel", "scheduler") for log in read) or _are_all_well(read)
-    end = (
-        "finished" if finished else "goes_on" if goes_on and well else "quiet" if quiet and well else "no_sign"
-    )  # a log that was cut off shows no end; a log without a step may be anything
+    end = "finished" if finished else "goes_on" if goes_on and well else "quiet" if quiet and well else "no_sign"
+    # A log that was cut off shows no end; a log without a step may be anything.
+    if end == "no_sign" and well and all(health_words.reads_healthy(log.tail) for log in read):
+        end = "healthy_words"
     how = f", but some ranks are at step {min(steps)} and others at {max(steps)}" if apart else _ENDS[end]
     how = f", but no good run has this line before its end: {new.text[:180]}" if new is not None else how
     how = f", but a line sounds of trouble: {doubt.text[:180]}" if doubt is not None else how
@@ -244,9 +247,8 @@ def _weight(candidate: Candidate) -> float:
     return candidate.confidence + current().bonus.get(TAXONOMY[candidate.failure_class].kind, -0.5)
 
 
-def calibrated(confidence: float) -> float:
+def calibrated(confidence: float, points: Points) -> float:
     """How often a verdict of this weight is right."""
-    points = current().calibration.points
     pairs = itertools.pairwise(points)
     low, high = next(((low, high) for low, high in pairs if confidence <= high[0]), (points[-2], points[-1]))
     share = (min(confidence, high[0]) - low[0]) / (high[0] - low[0])
@@ -258,9 +260,11 @@ def verdict(
     symptoms: Iterable[FailureClass],
     more_evidence: Iterable[Evidence],
     seen: Mapping[FailureClass, float] | None = None,
+    *,
+    live: bool = False,
 ) -> Verdict:
     """The verdict on ranked candidates (at least one). `seen`: classes in the evidence that are no readings (warnings,
-    what the run survived), with their weights."""
+    what the run survived), with their weights. `live`: of a job that runs, not of old logs."""
     weights, best = current(), candidates[0]
     rivals: dict[FailureClass, float] = {}
     for candidate in candidates[1:]:
@@ -273,7 +277,8 @@ def verdict(
     numbers = weights.verdict
     taken = numbers["opposed"] * min(max(opposed, default=0.0), numbers["most_opposed"])
     trust = weights.trust.get(best.failure_class, 1.0)
-    confidence = calibrated(min(best.confidence, numbers["most"]) * (1.0 - taken)) * trust
+    table = weights.calibration.live if live else weights.calibration.logs
+    confidence = calibrated(min(best.confidence, numbers["most"]) * (1.0 - taken), table) * trust
     named = [one.culprits for one in candidates if one.culprits and one.failure_class is best.failure_class]
     evidence = [*best.evidence, *(line for one in candidates[1:] for line in one.evidence), *more_evidence]
     culprits = best.culprits if best.is_of_all or not named else _joined(named)

@@ -20,6 +20,7 @@ from diagnosis.taxonomy import FailureClass
 
 Unit = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 Instead = dict[FailureClass, Unit]
+Points = tuple[tuple[Unit, Unit], ...]
 _Context = TypeVar("_Context")
 
 Effect = Literal["factor", "left_out", "error", "warning", "counts", "survived", "uncaught", "exit_hang", "doubtful"]
@@ -31,12 +32,14 @@ not benign. `exit_hang`: it is a symptom of a hang at the end. `doubtful`: it co
 class Calibration(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[calibration]`"""
 
-    points: tuple[tuple[Unit, Unit], ...]
+    live: Points
+    logs: Points
 
     def __post_init__(self) -> None:
-        ordered = all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(self.points))
-        if len(self.points) < 2 or not ordered or self.points[0][0] != 0 or self.points[-1][0] != 1:
-            raise ValueError("calibration.points: weights must rise from 0 to 1, and shares must not fall")
+        for points in (self.live, self.logs):
+            ordered = all(a[0] < b[0] and a[1] <= b[1] for a, b in itertools.pairwise(points))
+            if len(points) < 2 or not ordered or points[0][0] != 0 or points[-1][0] != 1:
+                raise ValueError("calibration: weights must rise from 0 to 1, and shares must not fall")
 
 
 class Weights(Frozen, frozen=True, kw_only=True, forbid_unknown_fields=True):
