@@ -241,6 +241,8 @@ def _instead(account: Account) -> dict[FailureClass, float] | None:
 BEFORE_S: Final = 600.0
 AFTER_S: Final = 300.0
 """A finding may explain a failure if it lies in this window around it."""
+KILLED_S: Final = 10.0
+"""A rank that is killed so soon before or after another process may have been killed for the same lack of memory."""
 ZONE_S: Final = 3600.0
 MAX_ZONE_S: Final = 14 * 3600.0
 
@@ -262,6 +264,8 @@ def from_findings(described: Accounts) -> list[Candidate]:
         struck = _struck(finding, accounts)
         late_s = None if described.failed_at is None or not finding.at else finding.at - described.failed_at
         seen = _Seen(finding, struck, accounts, _is_elsewhere(finding, described), late_s)
+        if described.well is None and _is_killed_process(seen) and not any(_is_soon(one, finding) for one in accounts):
+            continue  # all ranks of a live job are known: the killed process is none, and no rank died of it
         node = finding.node or next((one.node for one in struck), "")
         ranks = [finding.rank] if finding.rank is not None else [one.rank for one in struck if one.rank is not None]
         where = f" on {finding.node}" if finding.node else ""
@@ -382,11 +386,19 @@ def _struck(finding: Finding, accounts: Sequence[Account]) -> list[Account]:
     here = [one for one in first if _is_there(one, finding.node)] or [one for one in first if not one.node]
     if is_oom:
         here = [one for one in here if one.ended_by("SIGKILL") or one.failure_class is FailureClass.HOST_OOM]
+        if pids and known and finding.at:  # another process was killed: the same lack of memory kills within seconds
+            here = [one for one in here if _is_soon(one, finding)]
     elif pids or not all(one.node for one in here):
         # No process id is known: a single account is meant, and not one that shows only a symptom.
         causes = [one for one in here if TAXONOMY[one.failure_class].kind == "cause"]
         return causes if len(causes) == 1 else here if len(here) == 1 else []
     return here[:1]
+
+
+def _is_soon(account: Account, finding: Finding) -> bool:
+    """The rank failed within seconds of a kill, as far as times are known."""
+    ended_at = account.exit.ended_at if account.exit is not None and finding.at else None
+    return account.failed and (ended_at is None or abs(ended_at - finding.at) <= KILLED_S)
 
 
 def _pids(finding: Finding) -> set[str]:

@@ -133,6 +133,24 @@ def test_an_oom_kill_in_the_kernel_log_explains_a_sigkill():
     assert verdict.failure_class is FailureClass.SCRIPT_ERROR
 
 
+@pytest.mark.parametrize(
+    ("after_s", "failure_class"), [(3.0, FailureClass.HOST_OOM), (300.0, FailureClass.WORKER_CRASH)]
+)
+def test_a_kill_of_another_process_explains_a_sigkill_only_within_seconds(after_s, failure_class):
+    """The node was out of memory, and the victim is no rank, whatever its name is."""
+    finding = msgspec.structs.replace(kernel("Out of memory: Killed process 5 (python3) total-vm:9kB"), at=100.0)
+    verdict = conclude(ended(1, signal=9, at=100.0 + after_s), findings=[finding])
+    assert verdict.failure_class is failure_class
+    assert finding.evidence.text in [one.text for one in verdict.evidence]  # it is told all the same
+
+
+def test_a_kill_of_a_process_that_is_no_rank_explains_no_hang():
+    finding = msgspec.structs.replace(kernel("Out of memory: Killed process 5 (python3) total-vm:9kB"), at=100.0)
+    assert (
+        conclude(hang=report("silent", 1), findings=[finding], trigger="hang").failure_class is FailureClass.SILENT_HANG
+    )
+
+
 def test_an_xid_outranks_what_the_rank_says():
     finding = kernel("NVRM: Xid (PCI:0000:65:00): 79, pid=1001, GPU has fallen off the bus.")
     verdict = conclude(
