@@ -94,11 +94,11 @@ def chaos(kills: int, seed: int | None, as_json: bool) -> int:
 def checkpoint(mib: int, tensor_mib: float, rounds: int, threads: int, mirrors: bool, as_json: bool) -> int:
     """How long a save holds up training: snapshots, torch.save, torch's distributed checkpoints."""
     if mirrors:
-        told = _in_scratch(lambda folder: mirrors_bench.report(folder, mib, MIRROR_PAIRS, _say))
-        return _told(told, as_json, _show_mirrors)
+        found = _in_scratch(lambda folder: mirrors_bench.report(folder, mib, MIRROR_PAIRS, _say))
+        return _show_and_judge(found, as_json, _show_mirrors)
     size = checkpoint_bench.Size(mib, tensor_mib)
     found = _in_scratch(lambda folder: checkpoint_bench.report(folder, size, rounds, threads, _say))
-    return _told(found, as_json, _show_checkpoint)
+    return _show_and_judge(found, as_json, _show_checkpoint)
 
 
 @group.command()
@@ -122,7 +122,7 @@ def overhead(
         return overhead_bench.measure(overhead_bench.running(job_dir, local_dir), seconds)
 
     found = _in_scratch(measure)
-    return _told(found, as_json, _show_overhead)
+    return _show_and_judge(found, as_json, _show_overhead)
 
 
 @group.command(name="control-plane")
@@ -137,7 +137,7 @@ def control_plane(sizes: tuple[int, ...], phases: tuple[str, ...], as_json: bool
         return control_plane_bench.report(folder, chosen, phases or control_plane_bench.PHASES, _say)
 
     found = _in_scratch(measure)
-    return _told(found, as_json, _show_control_plane)
+    return _show_and_judge(found, as_json, _show_control_plane)
 
 
 def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
@@ -151,7 +151,7 @@ def _in_scratch(measure: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | N
     return found
 
 
-def _told(found: dict[str, Any] | None, as_json: bool, show: Callable[[dict[str, Any]], None]) -> int:
+def _show_and_judge(found: dict[str, Any] | None, as_json: bool, show: Callable[[dict[str, Any]], None]) -> int:
     """The exit code: 0 where all goals are met."""
     if found is None:
         return 1
