@@ -338,9 +338,9 @@ function tables() {
   at("cordons").replaceChildren(table(["node", "GPU", "reason", "by", "since", "until", "scheduler"], cordons, "None."));
 }
 
-const TAKEN = (one) => (one.swap ? "its node is proposed for a swap" : one.suspect ? "its node is tested before a restart" : "it is told");
+const TAKEN = (one) => (one.swap ? "its node is swapped, where swaps are on" : one.suspect ? "its node is tested before a restart" : "it is told");
 function alert_rows(alerts) {
-  return (alerts || []).map((one) => [clock((one.at || 0) * 1000), one.node, one.gpu || "", one.name, one.failure_class || "unknown", TAKEN(one), one.text || ""]);
+  return (alerts || []).map((one) => [clock(one.at), one.node, one.gpu || "", one.name, one.failure_class || "unknown", TAKEN(one), one.text || ""]);
 }
 
 const is_command = (row) => row.kind === "override_given";

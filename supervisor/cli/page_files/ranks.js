@@ -20,7 +20,8 @@ function rank_marks(status) {
 function rank_cells(status) {
   const marks = rank_marks(status);
   const list = [];
-  for (const node of now.nodes) {
+  const members = now.nodes.filter((node) => node.ranks.length).sort((a, b) => a.ranks[0] - b.ranks[0]);
+  for (const node of members) {
     node.ranks.forEach((rank, local) => {
       const bad = BAD_NODES.includes(node.state) ? node.state : "";
       const mark = marks.get(rank);

@@ -453,6 +453,7 @@ class ManyNodes(JobReader):
         some = [one["nodes"][0] | {"node": f"n{n}", "ranks": list(range(8 * n, 8 * n + 8))} for n in range(nodes)]
         some[7]["state"] = "LOST"
         alert = {"key": "a", "node": "n1", "name": "Xid", "failure_class": "gpu_fallen_off_bus", "text": "Xid 79 <b>"}
+        alert["at"] = "2026-01-01T00:00:00Z"
         self.now = one | {"nodes": some, "alerts": [alert]}
 
     def status(self) -> dict[str, Any]:
@@ -481,4 +482,5 @@ def test_thousands_of_nodes_are_drawn_and_found(tmp_path: Path, tab: Any) -> Non
         (row,) = tab.locator("#alerts tbody tr").all()
         assert "Xid 79 <b>" in row.inner_text()
         assert "gpu_fallen_off_bus" in row.inner_text()
+        assert "2026-01-0" in row.inner_text() or "2025-12-31" in row.inner_text(), "when it was heard of"
         tab.goto("about:blank")
