@@ -349,7 +349,13 @@ def names_same(wanted: str, name: str) -> bool:
     """Whether both name one node, rank or GPU: without domains, a GPU's function, and the word before a number."""
     one, other = (
         _GPU_FUNCTION.sub(
-            "", text.lower().removeprefix("gpu ").removeprefix("cuda:").removeprefix("rank ").replace("#", " ")
+            "",
+            text.lower()
+            .removeprefix("gpu ")
+            .removeprefix("cuda:")
+            .removeprefix("rank ")
+            .removeprefix("task:")
+            .replace("#", " "),
         )
         for text in (wanted, name)
     )
