@@ -249,9 +249,11 @@ class Nodes:
             self._revision += 1
 
     def set_gpus(self, name: str, gpus: NodeGpus) -> None:
-        """An agent that was started again does not see a GPU that has gone: what was known before still holds."""
+        """An agent that was started again does not see a GPU that has gone, and then counts the others anew: what was
+        known before still holds.
+        """
         node = self._nodes.get(name)
-        if node is not None and (gpus.gpus or not node.gpus.gpus):
+        if node is not None and set(node.gpus.gpus) <= set(gpus.gpus):
             node.gpus = gpus
 
     def use_whole(self, name: str, whole: bool = True) -> None:

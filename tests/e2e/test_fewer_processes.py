@@ -38,6 +38,8 @@ def test_a_node_trains_on_without_its_bad_gpu_and_gets_it_back(
         return {(job.rig / f"gpus-{pid}").read_text() for pid in ranks.values()}
 
     job.wait_checkpoint("step-*.pt")
+    journals = job.job_dir.glob
+    job.until(lambda: any(UUIDS[1] in one.read_text() for one in journals("journal.*.jsonl")), 60, "the GPUs")
     before = job.wait_ranks(2)
     assert gpus(before) == {"all"}
     with open(tmp_path / "events", "a") as events:

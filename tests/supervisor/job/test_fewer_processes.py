@@ -221,6 +221,8 @@ def test_an_operator_cordons_a_gpu(pair: Any) -> None:
 def test_the_map_of_gpus_holds_until_the_node_is_lost(pair: Any) -> None:
     driver = pair()
     driver.tell(m.GpusSeen, node="b", gpus=NodeGpus(problem="an agent that came after the GPU had gone"))
+    others = (GPUS.gpus[1], ("0000:12:00", UUIDS[0].replace("0", "9")))
+    driver.tell(m.GpusSeen, node="b", gpus=NodeGpus(gpus=others))  # numbered anew without the one that has gone
     driver.order("cordon", f"b/{UUIDS[0]}")
     assert "gpu_in_use" in driver.loud
     driver.tell(m.NodeLost, node="b", silent_s=20.0)
