@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -258,31 +256,3 @@ def test_modules_and_no_python(agent: Any, tmp_path: Path) -> None:
     assert agent.output(1) == "pack ['--x', '1']\n"
     assert agent.run("--nproc-per-node", "1", "--no-python", "echo", "hi", cwd=tmp_path) == 0
     assert agent.output(0) == "hi\n"
-
-
-@pytest.mark.slow
-def test_two_nodes_share_the_store_of_the_first(
-    own_keeper: Callable[..., Any], make_agent: Callable[..., Any], script: Callable[..., Path]
-) -> None:
-    path = script(DDP)
-    keepers = [own_keeper(), own_keeper()]
-    agents = [make_agent(keeper) for keeper in keepers]
-    both_here = threading.Barrier(2, timeout=60)
-    ports: dict[int, int] = {}
-
-    def join(rank: int, request: dict[str, Any]) -> dict[str, Any]:
-        assert request["local_world_size"] == 1
-        ports[rank] = request["store_port"]
-        agents[rank].attempt = 7
-        keepers[rank].ask(op="attempt", number=7)
-        both_here.wait()
-        return {"attempt": 7, "rank": rank, "nodes": 2, "store_host": "127.0.0.1", "store_port": ports[0]}
-
-    for rank, agent in enumerate(agents):
-        agent._join = functools.partial(join, rank)
-        agent.launch("--nnodes", "2", "--nproc-per-node", "1", str(path))
-    for rank, (keeper, agent) in enumerate(zip(keepers, agents, strict=True)):
-        keeper.wait_for(lambda state: (state["launcher"] or {}).get("status") is not None, 90)
-        assert keeper.state["launcher"]["status"] == 0, (keeper.local_dir / "launcher.err").read_text()
-        assert agent.output(rank).split()[1:3] == [str(rank), "6"]
-        assert "sum 2.0" in agent.output(rank)
