@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from diagnosis import exceptions, health_words
+from diagnosis import exceptions
 from diagnosis.incident import (
     Alternative,
     Anomaly,
@@ -61,7 +61,6 @@ _ENDS: Final = {
     "finished": ": the work was completed",
     "goes_on": ", and the work was going on where it ends",
     "quiet": " of a node or its devices",
-    "healthy_words": ", and its words are those of healthy logs; no step and no end of the work shows it",
     "no_sign": "; no step and no end of the work shows that all is well, either",
 }
 """How logs end that show no failure; each has its confidence in `weights.toml`."""
@@ -145,8 +144,6 @@ def no_failure(evidence: LogEvidence, described: Accounts) -> Verdict:
     quiet = is_at_work(evidence) or all(log.kind in ("kernel", "scheduler") for log in read) or _are_all_well(read)
     end = "finished" if finished else "goes_on" if goes_on and well else "quiet" if quiet and well else "no_sign"
     # A log that was cut off shows no end; a log without a step may be anything.
-    if end == "no_sign" and well and all(health_words.reads_healthy(log.tail) for log in read):
-        end = "healthy_words"
     how = f", but some ranks are at step {min(steps)} and others at {max(steps)}" if apart else _ENDS[end]
     how = f", but no good run has this line before its end: {new.text[:180]}" if new is not None else how
     how = f", but a line sounds of trouble: {doubt.text[:180]}" if doubt is not None else how

@@ -23,7 +23,6 @@ from tests.bench import diagnosis as diagnosis_bench
 from tests.bench import flight as flight_bench
 from tests.bench import good_runs
 from tests.bench import hazards as hazards_bench
-from tests.bench import health_words as words_bench
 from tests.bench import learning as learning_bench
 from tests.bench import scan as scan_bench
 
@@ -154,23 +153,6 @@ def good(corpora: tuple[Path, ...], as_json: bool) -> int:
     """What a comparison with good runs does to verdicts on labelled logs."""
     found = good_runs.report(corpora)
     print(json.dumps(found)) if as_json else good_runs.show(found)
-    return 0
-
-
-@group.command("health-words")
-@click.argument("corpora", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--write", is_flag=True, help="Fit diagnosis/health_words.toml to all of them.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
-def health_words(corpora: tuple[Path, ...], write: bool, as_json: bool) -> int:
-    """How well words tell healthy logs, each corpus by words fitted to the others (needs numpy)."""
-    try:
-        found = words_bench.report(corpora)
-    except words_bench.WrongCorpus as error:
-        _log(str(error))
-        return 2
-    if write:
-        words_bench.write(found["fitted"])
-    print(json.dumps(found)) if as_json else words_bench.show(found)
     return 0
 
 
