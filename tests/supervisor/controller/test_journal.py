@@ -160,7 +160,7 @@ def _random_story(folder: Path, dice: random.Random) -> Journal:
             if dice.random() < 0.2:
                 journal.write([Entry("decided", 0.0, encode(Decided(of=first, actions=(Note(text="x"),))))])
         if dice.random() < 0.2:
-            journal.shrink()
+            shrink(journal)
         old = journal
         if dice.random() < 0.6:
             journal, _ = open_journal(folder, forget=dice.random() < 0.15)
