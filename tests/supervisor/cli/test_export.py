@@ -22,7 +22,7 @@ XID = "NVRM: Xid (PCI:0000:c1:00): 79, pid=4711, name=python, GPU has fallen off
 SAID = Correction(
     failure_class="nvlink_error", note="carol@login1 replaced the cable of falcon", by="carol@login1", at=9.0
 )
-PLANTED = ("gpunode", "falcon", "carol", "login1", "moonshot", "4712", "f00d", "/home", "10.1.2.3")
+PLANTED = ("gpunode", "falcon", "carol", "login1", "moonshot", "4712", "f00df00d", "/home", "10.1.2.3")
 
 
 @pytest.fixture
