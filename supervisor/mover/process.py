@@ -434,7 +434,7 @@ class Mover:
         sizes = {file.name: (file.size, file.owner) for file in save.files}
         left = list(names)
         problems: dict[str, str] = {}
-        left_rate = 0.0  # of the best source that was left because it is slow
+        rates: dict[PartSource, float] = {}  # of those that were left because they are slow
         for number, source in enumerate(wanted.sources):
             theirs = [name for name in left if sizes[name][1] == source.owner]
             if not theirs or source.node == self._setup.node:
@@ -442,8 +442,9 @@ class Mover:
                 left = [name for name in left if name not in theirs]
                 continue
             another = wanted.published or any(one.owner == source.owner for one in wanted.sources[number + 1 :])
-            size, other_rate = sum(sizes[name][0] for name in theirs), USUAL_RATE if another and not patient else 0
-            pace = SourcePace(size, other_rate, self.slow_after_s)
+            others = [rate for one, rate in rates.items() if one.owner == source.owner]
+            other_rate = 0.0 if patient else max(USUAL_RATE if another else 0.0, *others, 0.0)
+            pace = SourcePace(sum(sizes[name][0] for name in theirs), other_rate, self.slow_after_s)
             try:
                 wire, connection = call(
                     source.address, source.port, self._secret, self._tls_client if source.tls else None
@@ -460,12 +461,14 @@ class Mover:
             except (OSError, PeerError, CopyError) as error:
                 problems[source.owner] = f"{source.node} does not give the part of {source.owner}: {error}"
                 if isinstance(error, TooSlow):
-                    left_rate = max(left_rate, error.rate)
+                    rates[source] = error.rate
                     self._tell_slow(f"{source.node} gives the part of {source.owner}", error)
         if left and wanted.published:
-            left = self._from_published(save, left, problems, left_rate)
-        if left and left_rate:
-            return self._fetch(msgspec.structs.replace(wanted, published=False), save, left, patient=True)
+            left = self._from_published(save, left, problems, max(rates.values(), default=0.0))
+        if left and rates:
+            quickest = tuple(sorted(wanted.sources, key=lambda source: -rates.get(source, 0.0)))
+            slow = msgspec.structs.replace(wanted, sources=quickest, published=False)
+            return self._fetch(slow, save, left, patient=True)
         return {name: problems.get(sizes[name][1], f"no node has {name}") for name in left}
 
     def _tell_slow(self, what: str, slow: TooSlow) -> None:

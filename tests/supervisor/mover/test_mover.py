@@ -257,7 +257,7 @@ def test_a_peer_that_is_very_slow_leaves_the_rest_to_the_shared_folder(node: Cal
     assert a.mover.commit()
     back = wanted([a, b], "step-10", {"a", "b"})
     (source,) = [one for one in back.sources if one.node == "b"]
-    slow = msgspec.structs.replace(source, port=half_way(b.mover._server.port, trickle=True))
+    slow = msgspec.structs.replace(source, port=half_way(b.mover._server.port, pieces=64))
     a.mover.slow_after_s = 0.3
     a.mover.bring(msgspec.structs.replace(back, sources=(slow,)), 1)
     assert a.mover.status().bring_problem == ""
@@ -265,6 +265,27 @@ def test_a_peer_that_is_very_slow_leaves_the_rest_to_the_shared_folder(node: Cal
     told = [problem for status in a.said for problem in status.problems]
     assert any("b gives the part of b with" in one for one in told)
     assert a.mover.status().problems == ()
+
+
+def test_of_two_slow_sources_the_quicker_one_is_waited_for(node: Callable[[str], Node]) -> None:
+    """The other mirror is slower still, and nothing is published."""
+    a, b, c = node("a"), node("b"), node("c")
+    content = dcp([a, b], 10, 2_000_000)
+    b.look(peer=c.source())
+    assert b.mover.mirror()
+    a.look(), c.look()
+    back = wanted([a, b, c], "step-10", {"a", "b", "c"})
+    assert not back.published
+    ports = {
+        "b": half_way(b.mover._server.port, pieces=256, times=1),
+        "c": half_way(c.mover._server.port, pieces=16),
+    }
+    slow = [msgspec.structs.replace(one, port=ports[one.node]) for one in back.sources if one.owner == "b"]
+    assert {one.node for one in slow} == {"b", "c"}
+    a.mover.slow_after_s = 0.3
+    a.mover.bring(msgspec.structs.replace(back, sources=tuple(sorted(slow, key=lambda one: one.node))), 1)
+    assert a.mover.status().bring_problem == ""
+    assert content_of(a.folder) == content
 
 
 @pytest.mark.parametrize(
@@ -292,22 +313,23 @@ def test_a_source_is_left_where_another_one_is_much_quicker(size: int, given: in
     assert not slow or now == 30.0
 
 
-def half_way(port: int, *, trickle: bool = False) -> int:
-    """A port that passes on what comes, and cuts the link after 100 kB of answers, or gives 1 kB a second then."""
+def half_way(port: int, *, pieces: int = 0, times: int = 1000) -> int:
+    """A port that passes on what comes, and cuts the link after 100 kB of answers, or gives 20 such pieces a second
+    then; so many times, then all at once."""
     listening = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
-        while True:
+        for number in range(1000):
             caller, _ = listening.accept()
             with caller, socket.create_connection(("127.0.0.1", port)) as callee:
-                left, both = 100_000, {caller: callee, callee: caller}
+                left, both = 100_000 if number < times else 1 << 30, {caller: callee, callee: caller}
                 while left > 0:
                     for ready in select.select(list(both), [], [], 5)[0]:
                         data = ready.recv(16384)
                         left = 0 if not data else left - len(data) * (ready is callee)
                         both[ready].sendall(data)
                 with contextlib.suppress(OSError):
-                    while trickle and (data := callee.recv(64)):
+                    while pieces and (data := callee.recv(pieces)):
                         caller.sendall(data)
                         select.select([caller], [], [], 0.05)
 
