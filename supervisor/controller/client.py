@@ -16,10 +16,11 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -33,7 +34,7 @@ from supervisor.errors import (
     ControllerUnusable,
     JobNotFound,
 )
-from supervisor.files import SECRET_BYTES, read_token
+from supervisor.files import SECRET_BYTES, Here, read_token, start_time
 from supervisor.messages import CommandRequest, encode
 from supervisor.wire.access import MUNGE_HEADER, TOKEN_HEADER, munge_payload, read_access_token
 from supervisor.wire.authentication import (
@@ -54,6 +55,8 @@ from supervisor.wire.tls import client_context, explain
 TIMEOUT_S = 5.0
 ALIVE_S = 3.0
 """A controller must answer the challenge within this time. One that hangs is sent no command."""
+WANTS_CPU = 0.5
+"""A process that computes, or waits for a CPU, for this share of the time does not hang."""
 WHOLE_S = 30.0
 """The whole answer may take this long; each piece of it `TIMEOUT_S`."""
 ANSWER_BYTES = 256 << 20
@@ -151,6 +154,16 @@ def _controller_of(job_dir: Path) -> dict[str, Any]:
     return {key: clean_line(str(value), 200) for key, value in found.items()}
 
 
+def _seen_from_here(found: dict[str, Any]) -> int | None:
+    """The process of a controller, where its number means the same here and it is no other by now."""
+    try:
+        pid = int(found["pid"])
+        here = Here.find().sees(found["boot_id"], found["pid_namespace"])
+        return pid if here and start_time(pid) == int(found["start_time"]) else None
+    except (OSError, KeyError, ValueError):
+        return None
+
+
 def _token_in(path: Path, *, shared: bool) -> str:
     """Raises ControllerUnusable."""
     try:
@@ -177,6 +190,43 @@ def _changed_at(job: Path) -> float:
     return max((path.stat().st_mtime for path in job.glob("journal.*.jsonl")), default=0.0)
 
 
+class CpuUse(NamedTuple):
+    """Of a process, all its threads together."""
+
+    at: float
+    """Monotonic seconds."""
+    ran_s: float
+    queued_s: float
+    """It could have run, and waited for a CPU."""
+    stopped: bool
+
+
+def _cpu_use(pid: int) -> CpuUse | None:
+    """None where that cannot be read."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        ran_ns, queued_ns = (sum(int(times[field]) for times in threads) for field in (0, 1))
+    except (OSError, ValueError, IndexError):
+        return None
+    return CpuUse(time.monotonic(), ran_ns / 1e9, queued_ns / 1e9, stat[stat.rfind(")") + 2 :][:1] in "tTZ")
+
+
+def why_silent(before: CpuUse | None, after: CpuUse | None, process: str) -> str:
+    """Of a controller that accepts connections and does not answer: what is wrong, and what to do."""
+    which = f": it is {process}" if process else ""
+    kill = "kill it (`kill -9`): `unbroken run` starts another, the ranks go on meanwhile"
+    if before is None or after is None:
+        return f"hangs, or its host has no CPU for it{which}. Where the host is not overloaded, {kill}"
+    ran_s, queued_s, seconds = after.ran_s - before.ran_s, after.queued_s - before.queued_s, after.at - before.at
+    if after.stopped or ran_s + queued_s < WANTS_CPU * seconds:
+        return f"hangs{which}. {kill.capitalize()}"
+    times = f"{process} computed for {ran_s:.1f} s and waited {queued_s:.1f} s for a CPU in {seconds:.1f} s"
+    if queued_s > ran_s:
+        return f"is slow: it waits for a CPU ({times}). Leave it: it answers when other processes leave it one"
+    return f"is busy ({times}). Ask again; if that stays so for minutes, {kill}"
+
+
 class ControllerClient:
     """One controller, over plain HTTP/1.1 requests."""
 
@@ -191,6 +241,8 @@ class ControllerClient:
         """The mark of the job that munge is to vouch for."""
         self._tls_ca = tls_ca
         self._process = process
+        self._pid: int | None = None
+        """Where its processes are seen from here."""
         self._unix_socket = unix_socket
         self._only_on = ""
         """The one host that reaches it, where that is another one by its name."""
@@ -217,6 +269,7 @@ class ControllerClient:
         address, host = str(found["address"]), str(found.get("host", ""))
         alone = is_loopback(address.partition("://")[2].rpartition(":")[0])
         client = cls(address, token, tls_ca, process, path if usable else "")
+        client._pid = _seen_from_here(found)
         client._owner, client._job = owner, str(found.get("job", ""))
         client._only_on = host if alone and host != socket.gethostname() else ""
         return client
@@ -324,16 +377,15 @@ class ControllerClient:
         nonce = new_nonce()
         headers = {CHALLENGE_HEADER: nonce, **self._other_proof(nonce)}
         connection.sock.settimeout(ALIVE_S)
+        before = _cpu_use(self._pid) if self._pid is not None else None
         try:
             with _no_longer_than(2 * ALIVE_S, connection.sock):
                 connection.request("GET", CHALLENGE_PATH, headers=headers)
                 status, content, _ = _read(connection, HEALTH_BYTES)
         except TimeoutError:
-            which = f": it is {self._process}" if self._process else ""
-            raise ControllerUnusable(
-                f"the controller at {self.address} hangs{which}. "
-                "Kill it (`kill -9`): `unbroken run` starts another, the ranks go on meanwhile"
-            ) from None
+            after = _cpu_use(self._pid) if self._pid is not None else None
+            why = why_silent(before, after, self._process)
+            raise ControllerUnusable(f"the controller at {self.address} {why}") from None
         answer = _object(content)
         if status == NOT_PROVEN and "error" in answer:
             raise ControllerUnusable(

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from supervisor.controller import client as client_module
-from supervisor.controller.client import ControllerClient
+from supervisor.controller.client import ControllerClient, CpuUse, why_silent
 from supervisor.errors import CommandDenied, ControllerSilent, ControllerUnreachable, ControllerUnusable
 from supervisor.messages import CommandRequest
 from supervisor.wire.authentication import CHALLENGE_PATH, PROOF_HEADER, Authenticator, Exchange
@@ -147,6 +147,37 @@ def test_one_that_drips_is_not_waited_for(stranger: Callable[..., Stranger], mon
     other = stranger(b"HTTP/1.1 200 OK\r\n\r\n", drip=b" ")
     with pytest.raises(ControllerUnusable, match="hangs"):
         ControllerClient(other.address, "token").get("/v1/status")
+
+
+@pytest.mark.parametrize(
+    ("ran_s", "queued_s", "stopped", "kind", "kill"),
+    [
+        (0.1, 2.7, False, "is slow: it waits for a CPU", False),
+        (2.9, 0.1, False, "is busy", True),
+        (0.0, 0.1, False, "hangs", True),
+        (0.1, 2.7, True, "hangs", True),
+    ],
+)
+def test_one_that_only_waits_for_a_cpu_is_not_to_be_killed(
+    ran_s: float, queued_s: float, stopped: bool, kind: str, kill: bool
+) -> None:
+    before = CpuUse(10.0, 5.0, 1.0, False)
+    said = why_silent(before, CpuUse(13.0, 5.0 + ran_s, 1.0 + queued_s, stopped), "process 7 on n1")
+    assert said.startswith(kind)
+    assert ("kill -9" in said) == kill
+
+
+def test_the_cpu_use_of_a_process_is_read() -> None:
+    before = client_module._cpu_use(os.getpid())
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    after = client_module._cpu_use(os.getpid())
+    assert before is not None
+    assert after is not None
+    assert after.ran_s - before.ran_s > 0.04
+    assert not after.stopped
+    assert client_module._cpu_use(2**22 + 1) is None
 
 
 def test_an_answer_that_drips_is_no_answer(stranger: Callable[..., Stranger], monkeypatch: pytest.MonkeyPatch) -> None:
