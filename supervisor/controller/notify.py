@@ -151,23 +151,26 @@ class Outbox:
         return Message(job=self._job, incident=incident, lines=tuple(lines), left_out=left_out)
 
 
-class Kept(NamedTuple):
-    """A message that waits for its recipient, and since when (Unix time)."""
+class Kept(msgspec.Struct):
+    """A message that waits for its recipient."""
 
     at: float
+    """Since when (Unix time)."""
     message: Message
+    perhaps: int = 0
+    """Tries that may have delivered it."""
 
 
 def late(kept: Sequence[Kept], lost: int) -> Message:
     """One message for all that could not be sent before. `lost`: messages that were not kept."""
     newest = kept[-1].message
-    told = [f"{utc(at):%H:%M} UTC: {line}" for at, one in kept for line in one.lines]
+    told = [f"{utc(one.at):%H:%M} UTC: {line}" for one in kept for line in one.message.lines]
     since = f"{utc(kept[0].at):%Y-%m-%d %H:%M} UTC"
     return Message(
         job=newest.job,
-        incident=newest.incident if len({one.incident for _, one in kept}) == 1 else "",
+        incident=newest.incident if len({one.message.incident for one in kept}) == 1 else "",
         lines=(f"late, for it could not be delivered since {since}:", *told[-LINES:]),
-        left_out=lost + max(0, len(told) - LINES) + sum(one.left_out for _, one in kept),
+        left_out=lost + max(0, len(told) - LINES) + sum(one.message.left_out for one in kept),
     )
 
 
@@ -184,11 +187,9 @@ class Recipient:
         self._shown = shown(to)
         self._calls = BlockingCalls("notify", most=2)  # the last message does not wait for one that hangs
         self._problem = ""
-        self._is_refused = False
+        self._is_refused = self._has_no_answer = False
         self._failed = 0
         """Tries in a row."""
-        self._perhaps = 0
-        """Of them, those that may have delivered it."""
         self._lost = 0
         self._fresh = asyncio.Event()
         """Another message: what waits is tried at once."""
@@ -204,10 +205,10 @@ class Recipient:
         """Send what waits, however long it takes. One that is cut off in the middle of it is sent again."""
         waits_s = (*TRIES_S, *LATER_S)
         while self.waiting:
-            self._fresh.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 async with timeout(waits_s[min(self._failed, len(waits_s) - 1)]):
                     await self._fresh.wait()
+            self._fresh.clear()  # one that comes while this is sent is tried at once, too
             await self.send_once()
 
     async def send_once(self, deadline_s: float = DEADLINE_S) -> bool:
@@ -217,11 +218,14 @@ class Recipient:
         message = late(kept, self._lost) if is_late else kept[0].message
         sent = await self.tell(message, deadline_s)
         self._failed = 0 if sent else self._failed + 1
-        if sent or self._perhaps >= PERHAPS_MOST or (self._is_refused and self._failed >= len(TRIES_S)):
-            self._perhaps = 0
-            self._lost = 0 if is_late else self._lost
-            while self.waiting and any(self.waiting[0] is one for one in kept):
-                self.waiting.popleft()
+        for one in kept:
+            one.perhaps += self._has_no_answer
+        is_refused = self._is_refused and self._failed >= len(TRIES_S)
+        done = {id(one) for one in kept if sent or is_refused or one.perhaps >= PERHAPS_MOST}
+        if sent and is_late:
+            self._lost = 0
+        self._lost += 0 if sent else sum(id(one) in done for one in self.waiting)
+        self.waiting = deque(one for one in self.waiting if id(one) not in done)
         return sent
 
     async def send_all(self, deadline_s: float) -> None:
@@ -231,14 +235,14 @@ class Recipient:
                 self.waiting.rotate(-1)  # the others have their turn
 
     async def tell(self, message: Message | LifeSign, deadline_s: float = DEADLINE_S) -> bool:
-        self._is_refused = False
+        self._is_refused = self._has_no_answer = False
         try:
             await self._calls.run(lambda: self._send(message), deadline_s)
         except Exception as error:  # of the network, of the command, of the service's answer; or its time is up
             is_late = isinstance(error, (asyncio.TimeoutError, TimeoutError))
             problem = "it does not answer" if is_late else _reason(error)
             if is_late or isinstance(error, _NO_ANSWER):
-                self._perhaps += 1
+                self._has_no_answer = True
                 self._failed = max(self._failed, len(TRIES_S) - 1)
             self._is_refused = getattr(error, "code", None) in REFUSED
         else:

@@ -77,6 +77,7 @@ class Nodes:
         """Nodes that are used where there are no others: on probation, or with a bad score (`ClusterLedger`)."""
         self._unwell: set[str] = set()
         """Idle nodes whose hardware is proven bad, until they come back, or an operator vouches for them."""
+        self._doubted: frozenset[str] = frozenset()
         self.request_number = 0
         """Of the newest evidence request."""
         self._left_stopped: tuple[int, tuple[int, ...]] = (0, ())
@@ -147,7 +148,7 @@ class Nodes:
         return tuple(node.name for node in self if node.name in cordoned and self.bad_gpu(node.name) is not None)
 
     def is_unwell(self, name: str) -> bool:
-        return name in self._unwell
+        return name in self._unwell or name in self._doubted
 
     def left_stopped(self, attempt: int) -> tuple[int, ...]:
         """Stopped ranks of this attempt that were not to be continued."""
@@ -177,7 +178,7 @@ class Nodes:
         free.sort(
             key=lambda node: (
                 -math.inf if node.quiet_since is None else -node.quiet_since,
-                node.name in self._unwell,
+                self.is_unwell(node.name),
                 node.name in last,
                 *_place(node),
             )
@@ -242,6 +243,11 @@ class Nodes:
         self._unwell.add(name)
         self._revision += 1
         return True
+
+    def set_doubted(self, names: frozenset[str]) -> None:
+        """Alerts want these out: one of them is taken last."""
+        self._revision += names != self._doubted
+        self._doubted = names
 
     def well_again(self, name: str) -> None:
         if name in self._unwell:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NamedTuple
 
 from diagnosis.incident import Culprit, Verdict
@@ -109,6 +109,12 @@ class Swaps:
         self.proposed: dict[str, ProposedSwap] = {}
         """By node."""
         self._rejected: dict[tuple[str, Cause, FailureClass], None] = {}
+        self._alerted: dict[str, float] = {}
+        """Node -> when alerts that want it out began to fire, within the last quarter of an hour."""
+        self._alerting: frozenset[str] = frozenset()
+        """Nodes for whom they fire now."""
+        self._alerts_at_once: set[str] = set()
+        """Of those for whom they fire: the nodes whose alerts began together with too many others'."""
         self._made_at: deque[float] = deque(maxlen=MADE_KEPT)
         """Those that nobody had asked for."""
         self._left: dict[str, None] = {}
@@ -183,9 +189,7 @@ class Swaps:
 
     def _is_of_a_storm(self, swap: ProposedSwap) -> bool:
         if swap.cause == "alert":
-            domains, now = {node.name: node.domain for node in self._nodes}, self._core.now
-            told = {one.node for one in self._alerts.firing.values() if one.swap and now - one.at < swaps.SHARED_S}
-            return swaps.have_a_common_cause(told | {swap.node}, domains)
+            return swap.node in self._alerts_at_once
         return swap.cause == "device" and self._incidents.is_storm(swap.found_at, swap.failure_class)
 
     def _may_cordon(self, swap: ProposedSwap, members: int) -> bool:
@@ -316,6 +320,7 @@ class Swaps:
         """Members leave at a checkpoint for an alert where a rule of the site says so. It proves nothing: its class is
         none, so no other job is told to leave the node out."""
         wanted, attempt = {one.node: one for one in self._alerts.firing.values() if one.swap}, self._live()
+        self._note_alerted(wanted)
         for name in [one.node for one in self.proposed.values() if one.cause == "alert" and not one.wanted_by]:
             if name not in wanted:
                 yield from self._withdraw(name, "its alert has ended")
@@ -331,6 +336,18 @@ class Swaps:
                     proven=True,
                 )
                 yield from self._propose(swap)
+
+    def _note_alerted(self, wanted: Collection[str]) -> None:
+        """Three nodes within a quarter of an hour stay together until their alerts end, however long that is."""
+        now, domains = self._core.now, {node.name: node.domain for node in self._nodes}
+        began = dict.fromkeys((name for name in wanted if name not in self._alerting), now)
+        self._alerting = frozenset(wanted)
+        self._alerted = {n: at for n, at in (self._alerted | began).items() if now - at < swaps.SHARED_S}
+        if began and swaps.have_a_common_cause(self._alerted.keys(), domains):
+            self._alerts_at_once |= self._alerted.keys()
+        self._alerts_at_once &= self._alerting
+        kept = {key[0] for key in self._rejected if key[1] == "alert"}
+        self._nodes.set_doubted(self._alerting - self._alerts_at_once - kept)
 
     def ledger_seen(self) -> WantsAnd[set[str]]:
         """Members that no job is to use leave at a checkpoint. Which of them have been told about so."""
@@ -363,8 +380,11 @@ class Swaps:
 
     def _propose(self, swap: ProposedSwap) -> Wants:
         known = self.proposed.get(swap.node)
-        off = self._core.spec.swap_mode == "off" or (known is None and len(self.proposed) >= PROPOSED_MOST)
-        if off or (known is not None and (known.proven or not swap.proven)) or self._key(swap) in self._rejected:
+        by_alert = swap.cause == "alert"  # it keeps no room from others, and proves less than they do
+        others = sum(by_alert or one.cause != "alert" for one in self.proposed.values())
+        off = self._core.spec.swap_mode == "off" or (known is None and others >= PROPOSED_MOST)
+        proven = known is not None and known.proven and (by_alert or known.cause != "alert")
+        if off or proven or (known is not None and not swap.proven) or self._key(swap) in self._rejected:
             return
         swap.before = self._newest()
         swap.wanted_by = known.wanted_by if known is not None else ""
@@ -388,7 +408,7 @@ class Swaps:
         if decision.state != swap.reported:
             swap.reported = decision.state
             if decision.state == "planned":
-                self._ask_for_checkpoint()
+                self._ask_for_checkpoint(of_ranks=swap.cause != "alert" or bool(swap.wanted_by))
             yield note(TELLS[decision.state], loud=True, **self._arguments(swap, decision))
 
     def _arguments(self, swap: ProposedSwap, decision: SwapDecision) -> dict[str, Any]:
@@ -447,7 +467,7 @@ class Swaps:
     def reject(self, name: str) -> Wants:
         swap = self.proposed.pop(name)
         self._look_as_usual()
-        self._rejected[self._key(swap)] = None
+        self._rejected |= dict.fromkeys([self._key(swap), (name, "alert", FailureClass.NONE)])
         while len(self._rejected) > REJECTED_KEPT:
             del self._rejected[next(iter(self._rejected))]
         yield note("swap_rejected", node=name, why=swap.what)
@@ -473,11 +493,12 @@ class Swaps:
         others = [name for name in attempt.members if name != node] if attempt is not None else []
         return bool(others) and not self._attempts.checkpoints.is_seen_by(others, path)
 
-    def _ask_for_checkpoint(self) -> None:
-        """Or at least have the nodes look for one."""
+    def _ask_for_checkpoint(self, *, of_ranks: bool) -> None:
+        """Or at least have the nodes look for one. Alerts come and go: ranks that end when they are asked would restart
+        for each."""
         attempt, signal, newest = self._live(), self._core.spec.swap_signal, self._newest()
         self._nodes.await_save(True)
-        if attempt is None or not signal or self._signal_harms:
+        if attempt is None or not signal or self._signal_harms or not of_ranks:
             return
         if not attempt.asked or (newest is not None and newest.is_newer_than(self._asked_after)):
             self._asked_after, self._asked_at = newest, self._core.now

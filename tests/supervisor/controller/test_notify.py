@@ -277,6 +277,44 @@ def test_what_may_have_come_is_sent_few_times(error: Exception) -> None:
     assert (service.tries, list(one.waiting)) == (PERHAPS_MOST, [])
 
 
+def test_each_message_has_its_own_tries() -> None:
+    service = _Down()
+    service.error = TimeoutError()
+    one = recipient(service)
+    for number in range(PERHAPS_MOST):
+        one.add(Message(job="llama", incident=f"i-{number}", lines=(f"line {number}",)), 0.0)
+        tried(one, 1)
+    assert [kept.message.incident for kept in one.waiting] == ["i-1", "i-2"], "those were tried less often"
+    service.error = None
+    tried(one, 1)
+    assert service.got[0].left_out == 1, "of what was given up, a person hears at least that there was something"
+
+
+def test_what_comes_while_a_try_hangs_is_tried_at_once() -> None:
+    service = _Down()
+    one = recipient(service)
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(_: Any) -> None:
+        one._send = service
+        hangs.set()
+        assert goes_on.wait(60.0)
+        raise URLError(ConnectionRefusedError())
+
+    async def story() -> None:
+        one.add(MESSAGE, 0.0)
+        tried_later = asyncio.create_task(one.deliver())
+        await asyncio.to_thread(hangs.wait, 60.0)
+        one.add(Message(job="llama", incident="i-2", lines=("node n7 is lost",)), 1.0)
+        service.error = None
+        goes_on.set()
+        await asyncio.wait_for(tried_later, 60.0)
+
+    one._send, one._failed = hang, 5  # the next try would be in an hour
+    asyncio.run(story())
+    assert [line for told in service.got for line in told.lines][-1].endswith("node n7 is lost")
+
+
 def test_a_message_that_a_service_refuses_holds_no_other_up() -> None:
     service = _Down()
     service.error = HTTPError("http://x", 400, "invalid_payload", HTTPMessage(), None)

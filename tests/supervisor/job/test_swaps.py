@@ -522,6 +522,62 @@ def test_alerts_for_many_nodes_swap_none_and_other_settings_hold(story: Any) -> 
     assert off.states == {}
 
 
+def test_alerts_that_began_together_stay_together(story: Any) -> None:
+    job = story(nodes="abcde", spares="stuv")
+    alerts = [fires(job, node) for node in "bcd"]
+    job.driver.now += 7200.0
+    job.save(2)
+    assert job.members == tuple("abcde"), "also hours later"
+    job.driver.tell(m.AlertsSeen, ended=(alerts[0].key,))
+    job.save(3)
+    assert job.members == tuple("abcde"), "and when one has ended"
+    fires(job, "e")
+    job.save(4)
+    assert job.members == (*"abcd", "s"), "another one, later, is alone"
+
+
+def test_no_alert_hides_what_is_proven_of_a_device(story: Any) -> None:
+    job = story()
+    alert = fires(job, "b")
+    job.finds("degrades", severity="error")
+    job.driver.tell(m.AlertsSeen, ended=(alert.key,))
+    assert job.states == {"b": "planned"}
+    many = "bcdefghijklmnopq"
+    noisy = story(nodes=f"a{many}r", spares="st")
+    for node in many:
+        fires(noisy, node)
+    noisy.finds("degrades", node="r", severity="error", rank=34)
+    assert (noisy.states["r"], noisy.states["b"]) == ("planned", "blocked")
+
+
+def test_ranks_are_not_asked_for_a_checkpoint_by_an_alert(story: Any) -> None:
+    job = story(swap_signal="SIGTERM")
+    fires(job, "b")
+    assert job.states == {"b": "planned"}
+    assert {job.driver.told[node].ask for node in ("a", "b")} == {""}, (
+        "who ends when asked would restart again and again"
+    )
+
+
+def test_no_node_moves_to_one_that_an_alert_wants_out(story: Any) -> None:
+    job = story(spares="s")
+    fires(job, "s")
+    job.finds("degrades", severity="error")
+    assert job.states == {"b": "blocked"}
+    job.driver.join("t", spare=True)
+    job.save(2)
+    assert job.members == ("a", "t")
+
+
+def test_who_rejects_a_swap_keeps_the_node_from_alerts_too(story: Any) -> None:
+    job = story()
+    job.finds("degrades", severity="error")
+    fires(job, "b")
+    job.driver.tell(m.OperatorCommand, command="reject", argument="b", by="ann")
+    job.save(2)
+    assert (job.states, job.members) == ({}, ("a", "b"))
+
+
 @pytest.mark.parametrize("kind", ["drained", "maintenance"])
 def test_what_the_scheduler_takes_away_is_recommended_and_withdrawn(story: Any, kind: Any) -> None:
     job = story()
