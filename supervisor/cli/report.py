@@ -24,6 +24,8 @@ from supervisor.cli.output import print_answer
 from supervisor.errors import JobNotFound, UnbrokenError
 
 DAY_S = 86_400.0
+RATED_S = 1800.0
+"""Time of nodes in training; less tells no rate of failures."""
 SHORT = 24
 """Letters of a cell that is not broken into lines."""
 TRAINING, STARTING, LOST = "training", "until the first step", "lost: "
@@ -130,10 +132,12 @@ def _job(
 
 
 def _rate(failures: int, node_days: float) -> dict[str, float] | None:
-    """Failures in 1,000 node-days, with the range that holds the true rate in 90 % of all cases."""
+    """Failures in 1,000 node-days, with the range that holds the true rate in 90 % of all cases. None: too short a time
+    to say.
+    """
     from recovery.cadence import observed_rate
 
-    if not node_days:
+    if node_days * DAY_S < RATED_S:
         return None
     rate = observed_rate(failures, node_days)
     return {name: 1000.0 * getattr(rate, name) for name in ("likely", "low", "high")}
@@ -232,7 +236,7 @@ def parts(answer: dict[str, Any]) -> Iterable[ReportPart]:
 def _failures(answer: dict[str, Any]) -> str:
     rate = answer["rate"]
     if rate is None:
-        return f"Failures: {answer['failures']}."
+        return f"Failures: {answer['failures']}. Nodes trained for less than half an hour: that tells no rate."
     span = f"{_figure(rate['low'])} to {_figure(rate['high'])} with 90 % confidence"
     seen = f"Failures: {answer['failures']} in {answer['node_days']:.3g} node-days, {_figure(rate['likely'])}"
     return f"{seen} in 1,000 node-days ({span}; where a job has seen little, published fleets weigh more)."

@@ -62,6 +62,13 @@ def test_all_time_is_accounted_for() -> None:
     assert told["rate"]["low"] < told["rate"]["likely"] < told["rate"]["high"]
 
 
+def test_seconds_tell_no_rate_of_failures() -> None:
+    job = figures(incidents=(incident(),))
+    job["advice"]["measured"]["trained_s"] = 15.0
+    told = summary([job])
+    assert (told["failures"], told["rate"]) == (1, None)
+
+
 def test_time_that_two_incidents_have_in_common_counts_once() -> None:
     both = (incident(lost_s=600.0), incident(id="i-2", lost_s=600.0))
     told = summary([figures(incidents=both, lost_s=720.0)])
