@@ -292,6 +292,7 @@ def slowest(times: Sequence[RankTime]) -> SlowestRank | None:
     ordered = sorted(times, key=lambda one: one.own_s)
     worst, next_to_worst = ordered[-1], ordered[-2]
     step_s = fmean(one.step_s for one in times)
-    without_s = step_s - (worst.own_s - next_to_worst.own_s)
-    found = SlowestRank(worst.rank, step_s, max(without_s, 0.0))
+    # Each was traced at moments of its own: the difference may be more than there is to be saved.
+    without_s = max(step_s - (worst.own_s - next_to_worst.own_s), next_to_worst.own_s)
+    found = SlowestRank(worst.rank, step_s, without_s)
     return found if step_s > 0 and found.share >= WORTH_TELLING else None

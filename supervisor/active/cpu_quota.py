@@ -6,11 +6,14 @@ says how much of that was the quota: its node is slow by itself, and not because
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final, NamedTuple
 
 CGROUPS: Final = Path("/sys/fs/cgroup")
 STAT_BYTES: Final = 65536
+DIGITS: Final = 20
+"""Of a counter of 64 bits."""
 
 
 class Throttled(NamedTuple):
@@ -27,7 +30,7 @@ def read_stat(text: str) -> Throttled:
     found: dict[str, int] = {}
     for line in text.splitlines():
         name, _, number = line.partition(" ")
-        if number.isascii() and number.isdigit():
+        if number.isascii() and number.isdigit() and len(number) <= DIGITS:
             found[name] = int(number)
     seconds = found.get("throttled_usec", 0) / 1e6 + found.get("throttled_time", 0) / 1e9
     return Throttled(seconds, found.get("nr_throttled", 0), found.get("nr_periods", 0))
@@ -60,7 +63,7 @@ def stat_files(groups: str, root: Path = CGROUPS) -> tuple[Path, ...]:
         place = base / path.strip("/")
         if ".." not in place.parts:
             levels = (place, *(one for one in place.parents if one.is_relative_to(base)))
-            found |= dict.fromkeys(file for level in levels if (file := level / "cpu.stat").is_file())
+            found |= dict.fromkeys(file for level in levels if os.path.isfile(file := level / "cpu.stat"))
     return tuple(found)
 
 

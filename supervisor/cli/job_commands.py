@@ -468,10 +468,12 @@ def cordon(job: JobHandle, node: str, **options: Any) -> None:
 def swap(job: JobHandle, node: str, at_once: bool, **options: Any) -> None:
     """Replace NODE by a spare as soon as a checkpoint is complete.
 
-    NODE is cordoned then; `uncordon` takes it back as a spare. `reject NODE` keeps it while it still trains. With --now
-    the steps since the last checkpoint are lost, and the command asks first.
+    NODE is cordoned then, and the scheduler may be asked to drain it for the whole cluster: the command asks you first
+    (not with `--yes`). `uncordon` takes NODE back as a spare. `reject NODE` keeps it while it still trains. With --now
+    the steps since the last checkpoint are lost, and the command always asks.
     """
-    give(job, "swap", f"{node} --now" if at_once else node, confirm="always" if at_once else "", **options)
+    argument = f"{node} --now" if at_once else node
+    give(job, "swap", argument, confirm="always" if at_once else "if_it_interrupts", **options)
 
 
 @click.command()

@@ -223,7 +223,9 @@ def _show_all(answer: dict[str, Any]) -> None:
     cells = (
         (one["node"], one["state"], f"{one['score']:g}", _tested(one["tests"]), "; ".join(_why(one))) for one in found
     )
-    render.rows(("node", "state", "score", "tests", "why"), cells, below=f"{len(found)} nodes: {said}")
+    render.rows(
+        ("node", "state", "score", "tests", "why"), cells, below=f"{len(found)} node{'s' * (len(found) != 1)}: {said}"
+    )
 
 
 def _show_node(answer: dict[str, Any]) -> None:

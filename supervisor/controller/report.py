@@ -493,7 +493,7 @@ def dry_run(where: Path, command: m.OperatorCommand) -> dict[str, Any]:
     attempt, over, waiting = job.attempt, job.is_over, job.waiting
     live = attempt is not None and not attempt.over and not over and _starts_or_runs(job)
     before = frozenset(attempt.members) if attempt is not None else frozenset()
-    state, drains = job.state, dict(job.scheduler.drains)
+    state, drains, to_drain = job.state, dict(job.scheduler.drains), job.swaps.to_drain
     line = (
         f"would send `{' '.join(filter(None, (command.command, command.argument)))}` to job {job.spec.name}, "
         f"which is {state} in attempt {attempt.number if attempt is not None else 0}{', paused' if job.paused else ''}"
@@ -502,6 +502,7 @@ def dry_run(where: Path, command: m.OperatorCommand) -> dict[str, Any]:
     refused = "; ".join(text_of(action) for action in actions if isinstance(action, m.Note) and action.refused)
     sentences = [f"refused: {refused}"] if refused else _consequences(job, attempt, live, over, waiting, actions)
     after = frozenset(job.attempt.members) if job.attempt is not None else frozenset()
+    asked_now = {name for name, told in job.scheduler.drains.items() if drains.get(name) != told}
     interrupts = live and (job.attempt is not attempt or (job.is_over and not over))
     return {
         "schema": 1,
@@ -512,7 +513,7 @@ def dry_run(where: Path, command: m.OperatorCommand) -> dict[str, Any]:
         "refused": bool(refused),
         "unknown_node": any(action.unknown_node for action in actions if isinstance(action, m.Note)),
         "interrupts": interrupts,
-        "drains": sorted(name for name, told in job.scheduler.drains.items() if drains.get(name) != told),
+        "drains": sorted(asked_now | (job.swaps.to_drain - to_drain)),
         "attempt": job.attempt.number if job.attempt is not None and job.attempt is not attempt else None,
         "leave": sorted(before - after),
         "join": sorted(after - before),

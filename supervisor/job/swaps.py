@@ -202,6 +202,14 @@ class Swaps:
         attempt, cordoned = self._live(), self._nodes.cordons.of_cluster(self._core.now)
         return [name for name in cordoned if attempt is not None and name in attempt.member_set]
 
+    @property
+    def to_drain(self) -> set[str]:
+        """Nodes that the scheduler is asked to drain at the next checkpoint."""
+        return {one.node for one in self.proposed.values() if one.reported == "planned" and self._drains(one)}
+
+    def _drains(self, swap: ProposedSwap) -> bool:
+        return self._core.has_scheduler and self._takes_spare(swap)
+
     def _takes_spare(self, swap: ProposedSwap) -> bool:
         """A node that is cordoned already is not used from the next attempt on in any case: its place is counted."""
         return swap.node not in self._nodes.cordoned()
@@ -421,6 +429,7 @@ class Swaps:
             "about": self.next_save_at(self._core.now),
             "cost_s": None if cost_s is None else max(1, round(cost_s)),
             "percent": round(100 * swap.share) or None,
+            "drained_by": self._core.spec.scheduler if self._drains(swap) else None,
         }
 
     # ----- operators -----
@@ -441,7 +450,7 @@ class Swaps:
         swap = known or ProposedSwap(
             node=name,
             cause="operator",
-            what=reason or f"{by or 'an operator'} wants it out",
+            what=reason or "an operator wants it out",
             failure_class=FailureClass.NONE,
             since=self._core.now,
             before=self._newest(),

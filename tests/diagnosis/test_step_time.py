@@ -129,3 +129,10 @@ def test_slowest() -> None:
     assert found.share == pytest.approx(0.3)
     assert slowest([rank(0, 0.5), rank(1, 0.51)]) is None
     assert slowest([rank(0, 0.5)]) is None
+
+
+def test_no_step_is_quicker_than_the_slowest_of_the_others() -> None:
+    """Ranks are traced at moments of their own, and one of them had longer steps then."""
+    found = slowest([rank(0, 0.076, 0.077), rank(1, 0.025, 0.041)])
+    assert found is not None
+    assert found.without_s == 0.025

@@ -19,7 +19,13 @@ V2 = "usage_usec 9\nuser_usec 9\nnr_periods 20\nnr_throttled 17\nthrottled_usec 
 
 @pytest.mark.parametrize(
     ("text", "seconds", "periods"),
-    [(V1, 0.386, 17), (V2, 0.386, 17), ("", 0.0, 0), ("nr_throttled -1\nthrottled_time x\n\0\n", 0.0, 0)],
+    [
+        (V1, 0.386, 17),
+        (V2, 0.386, 17),
+        ("", 0.0, 0),
+        ("nr_throttled -1\nthrottled_time x\n\0\n", 0.0, 0),
+        ("throttled_usec " + "9" * 5000 + "\nnr_throttled " + "9" * 400, 0.0, 0),
+    ],
 )
 def test_both_versions_are_read(text: str, seconds: float, periods: int) -> None:
     found = read_stat(text)
@@ -58,6 +64,11 @@ def test_the_group_and_those_above_it(groups: str, files: list[str], tmp_path: P
         for folder in (tmp_path / name, *list((tmp_path / name).parents)[:2]):
             (folder / "cpu.stat").write_text(V1)
     assert [str(file.parent.relative_to(tmp_path)) for file in stat_files(groups, tmp_path)] == files
+
+
+def test_a_group_that_cannot_be_looked_at_is_none(tmp_path: Path) -> None:
+    (tmp_path / "cpu.stat").write_text(V2)
+    assert stat_files(f"0::/{'x' * 300}\n", tmp_path) == (tmp_path / "cpu.stat",)
 
 
 def test_one_hierarchy(tmp_path: Path) -> None:

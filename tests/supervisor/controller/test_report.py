@@ -104,6 +104,13 @@ def test_a_cordon_while_an_attempt_is_formed_interrupts_it(ask: Any) -> None:
     assert (found["interrupts"], found["leave"], found["join"]) == (True, ["b"], ["c"])
 
 
+@pytest.mark.parametrize(("before", "drains"), [("", ["b"]), ("swap", []), ("cordon", [])])
+def test_a_swap_that_drains_the_node_later_says_so(before: str, drains: list[str], ask: Any) -> None:
+    found = ask("swap", "b", before=lambda driver: not before or driver.order(before, "b"))
+    assert (found["interrupts"], found["drains"]) == (False, drains)
+    assert ("slurm is asked to drain it then, for the whole cluster" in found["would"]) == bool(drains)
+
+
 def test_the_end_is_told_with_its_exit_code(ask: Any) -> None:
     found = ask("stop")
     assert found["interrupts"]

@@ -627,6 +627,12 @@ def test_a_device_that_fails_just_then_is_not_the_signals_doing(story: Any) -> N
     assert (job.members, "swap_signal_harms" in job.driver.loud) == (("a", "s"), False)
 
 
+def test_the_schedulers_reason_says_once_who_wants_a_node_out(story: Any) -> None:
+    job = story(scheduler="slurm", scheduler_job="7")
+    (drain,) = [one for one in job.driver.order("swap", "b --now", "bob") if isinstance(one, m.SchedulerRequest)]
+    assert drain.reason.count("bob") == 1
+
+
 def test_another_start_by_the_scheduler_knows_nothing_of_its_nodes(story: Any) -> None:
     job = story(scheduler="slurm", scheduler_job="7")
     job.finds("degrades", severity="error")
