@@ -57,7 +57,6 @@ NOT_OURS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends them to every process of a job. They are meant for the ranks, which the keeper's death would kill."""
 HELD_BACK = (*NOT_OURS, signal.SIGINT)
 """What a fork is told before it has handlers of its own waits until then: the keeper's would swallow it."""
-OPERATIONS = ("worker", "cold", "launch", "attempt", "watch", "kill", "signal", "stop")
 CHANGING = ("worker", "cold", "launch", "kill", "stop", "status")
 """Requests after which watchers are told."""
 
@@ -296,13 +295,10 @@ class Keeper:
         if "op" not in message and "status" in message and client.worker is not None and client.worker.cold:
             self.members.finish(client.worker, int(message["status"]))
             return None
-        name = str(message.get("op"))
-        operation: Callable[[clients.Client, dict[str, Any]], dict[str, Any] | None] | None = None
-        if name in OPERATIONS:
-            operation = getattr(self, f"_{name}")
+        operation = OPERATIONS.get(str(message.get("op")))
         if operation is None:
             raise ValueError(f"unknown operation {str(message.get('op'))[:40]!r}")
-        return operation(client, message)
+        return operation(self, client, message)
 
     def _watch(self, client: clients.Client, _message: dict[str, Any]) -> dict[str, Any]:
         client.watching = True
@@ -446,6 +442,18 @@ class Keeper:
         for descriptor in raw:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+OPERATIONS: dict[str, Callable[[Keeper, clients.Client, dict[str, Any]], dict[str, Any] | None]] = {
+    "worker": Keeper._worker,
+    "cold": Keeper._cold,
+    "launch": Keeper._launch,
+    "attempt": Keeper._attempt,
+    "watch": Keeper._watch,
+    "kill": Keeper._kill,
+    "signal": Keeper._signal,
+    "stop": Keeper._stop,
+}
 
 
 def main() -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
@@ -21,6 +24,7 @@ TORCH_SEED = 67280421310721
 COME_WITH_TORCH = frozenset(
     "torch torchgen numpy sympy mpmath tqdm typing_extensions colorama pynvml _distutils_hack".split()
 )
+HOLD_NOTHING_UNWRITTEN = (io.FileIO, io.BufferedReader, socket.socket, subprocess.Popen)
 TORCHRUN = "import sys\nfrom torch.distributed.run import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
@@ -62,21 +66,50 @@ def settle(become: Any, close_in_fork: Callable[[], None] | None) -> None:
     if become.warned and sys.stderr is not None:
         sys.stderr.write(become.warned)
         sys.stderr.flush()
-    if holds_other_libraries():
-        atexit.register(gc.unfreeze)
+    atexit.register(unfreeze_where_needed)
     refresh_modules()
 
 
-def holds_other_libraries() -> bool:
-    """Whether the keeper, which froze what it had imported, imported more than Python's own modules, torch and ours.
+def unfreeze_where_needed() -> None:
+    """Runs last at the end. The keeper froze what it had imported, so Python does not collect that, nor what it holds.
 
-    Then all of it is to be collected at the end, or libraries tell of leaks (nanobind). With torch alone nobody tells
-    of anything, and to collect it takes a second of a core, by which a failed rank would end later.
+    With Python's own modules and torch alone nobody misses it, and to collect them takes a second of a core, by which a
+    failed rank would end later. Other libraries tell of leaks then (nanobind), and a file of the script that a
+    function in a class of torch's writes to, say, keeps its last lines.
     """
+    try:
+        distributed: Any = sys.modules.get("torch.distributed")
+        needed = (
+            holds_other_libraries()
+            or bool(distributed and distributed.is_available() and distributed.is_initialized())
+            or left_with_an_end()
+        )
+    except Exception:  # objects of the script may do anything
+        needed = True
+    if needed:
+        gc.unfreeze()
+
+
+def holds_other_libraries() -> bool:
+    """Whether more than Python's own modules, torch and ours was imported."""
     standard, ours = (os.path.join(os.path.dirname(file), "") for file in (os.__file__, __file__))
     for name, module in list(sys.modules.items()):
         path = "" if name.partition(".")[0] in COME_WITH_TORCH else imports.origin(name, module)
         if path and not path.startswith(ours) and (not path.startswith(standard) or "-packages" in path):
+            return True
+    return False
+
+
+def left_with_an_end() -> bool:
+    """Whether there is an object since the fork that does something when it is freed: a file with unwritten lines."""
+    streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    known = {id(part) for stream in streams for part in (stream, getattr(stream, "buffer", None))}
+    ends: dict[type, bool] = dict.fromkeys(HOLD_NOTHING_UNWRITTEN, False)
+    for value in gc.get_objects():
+        kind = type(value)
+        if kind not in ends:
+            ends[kind] = any("__del__" in base.__dict__ for base in kind.__mro__)
+        if ends[kind] and id(value) not in known:
             return True
     return False
 
