@@ -255,7 +255,10 @@ class Operator:
         """Back to the checkpoint of a step, to the one before the newest, or (`--undo`) to before the last rollback."""
         checkpoints, members = self._attempts.checkpoints, self._attempts.next_members()
         ways = checkpoints.ways_back(members)
-        newest = max((one.step for one in checkpoints.candidates(members) if one.complete and one.step), default=0)
+        seen = [one for one in checkpoints.candidates(members) if one.step]
+        newest = max((one.step or 0 for one in seen if one.complete), default=0)
+        if not any((one.step or 0) < newest for one in ways):  # the newest may have been written a moment ago
+            newest = max((one.step or 0 for one in seen), default=0)
         wanted, skip = _step_and_skip(event.argument)
         chosen = next((one for one in ways if str(one.step) == wanted), None)
         if not wanted:

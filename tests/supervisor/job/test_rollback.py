@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 
 from diagnosis.signals import LossAlarm
@@ -63,6 +64,24 @@ def test_an_operator_goes_back(job: Any, argument: str, resume: int, skip: int) 
     assert note is not None
     assert note.arguments["lost_steps"] == 450 - resume
     assert note.arguments["lost_min"] in ((450 - resume) // 60, (450 - resume) // 60 + 1)
+
+
+def test_a_newest_one_that_was_written_a_moment_ago_is_gone_back_from(make_driver: Any) -> None:
+    """It is not known to be whole yet, and turns out to be: the attempt goes back to the one before it all the same."""
+    driver = make_driver()
+    driver.join("a")
+    driver.up(step=1)
+    good, newest = (*checkpoints((100,)), *checkpoints((200,)))
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(good,))
+    driver.order("rollback")
+    assert driver.number == 1
+    assert told(driver, "one_checkpoint") is not None
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(msgspec.structs.replace(newest, complete=False), good))
+    driver.order("rollback")
+    assert (driver.number, driver.job.attempt.resume.step) == (2, 100)
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=(newest, good))
+    assert driver.job.attempt.resume.step == 100
+    assert {one.path for one in prepared(driver)} == {"/c/step-200"}
 
 
 def test_a_checkpoint_that_is_gone_before_the_start_is_told(job: Any) -> None:
