@@ -32,6 +32,14 @@ class _Table(NamedTuple):
     troubles: list[tuple[str, re.Pattern[str]]]
     subjects: list[tuple[str, re.Pattern[str]]]
     cells: dict[str, dict[str, FailureClass]]
+    drained: list[tuple[FailureClass, re.Pattern[str]]]
+
+
+_DRAINED: Final = re.compile(
+    r"^(?P<reason>\S.{1,78}?)\s{1,20}[\w-]{1,32}(?:\(\d{1,10}\))?\s{1,20}\d{4}-\d\d-\d\dT[\d:]{8}\s{1,20}"
+    r"(?:[A-Z]{3,12}\S{0,3}\s{1,20})?(?:[\w.,-]|\[[\d,-]{1,120}\]){1,200}\s*$"
+)
+"""A row of `sinfo -R`: reason, user, time, perhaps state, nodes."""
 
 
 @functools.cache
@@ -51,7 +59,8 @@ def _table() -> _Table:
         subject: always | {trouble: FailureClass(one) for trouble, one in row.items()}
         for subject, row in rows["cell"].items()
     }
-    return _Table(names, words["trouble"], words["subject"], cells)
+    drained = [(FailureClass(name), re.compile(regex, re.IGNORECASE)) for name, regex in rows["drained"].items()]
+    return _Table(names, words["trouble"], words["subject"], cells, drained)
 
 
 def named(text: str) -> FailureClass | None:
@@ -62,12 +71,16 @@ def named(text: str) -> FailureClass | None:
 def readings(text: str) -> list[Complaint]:
     """What a line may be about, the most telling first; empty if it does not complain."""
     text, table = text[:MAX_TEXT], _table()
+    row = _DRAINED.match(text)
+    if row is not None:
+        of_row = [one for one, regex in table.drained if regex.search(row["reason"])]
+        return [Complaint(one, BY_NAME, by_name=True) for one in of_row[:1]]
     found = [Complaint(one, BY_NAME, by_name=True) for one, regex in table.names if regex.search(text)]
     troubles = [name for name, regex in table.troubles if regex.search(text)]
     subjects = [name for name, regex in table.subjects if regex.search(text)]
     for subject in subjects if troubles else ():
-        row = table.cells[subject]
-        cell = next((row[trouble] for trouble in troubles if trouble in row), row.get("any"))
+        known = table.cells[subject]
+        cell = next((known[trouble] for trouble in troubles if trouble in known), known.get("any"))
         found += [Complaint(cell, BY_WORDS)] if cell is not None else []
     alone = table.cells["nothing"]
     found += [Complaint(alone[trouble], BY_TROUBLE) for trouble in troubles if trouble in alone]

@@ -410,7 +410,8 @@ _DOUBT: Final = re.compile(
 )
 """Words of trouble that no rule knows, and a code that is not 0 at the end of a line."""
 _NO_DOUBT: Final = re.compile(
-    r"\b(?:no|not|0|zero|without|any|if|retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back|deprecat\w+|warn\w*|accuracy|loss"
+    r"\b(?:no|not|(?<![.\d-])(?<!\d:)0(?![.:])|zero|without|any|if|retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back"
+    r"|deprecat\w+|warn\w*|accuracy|loss"
     r"|perplexity)\b"
     r"|\b(?:errors?|fail(?:ed|ures?)?|corrected|uncorrectable|invalid)\w{0,12}\s{0,2}[=:]\s{0,2}(?:0|none|false|null|no)\b"
     r"|\bINFO\b|\bDEBUG\b|\bbusbw\b|NOT been destroyed"

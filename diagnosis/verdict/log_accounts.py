@@ -107,6 +107,11 @@ _QUOTED: Final = re.compile(r"(?:[^\n]{61}|[^\n]{0,60}?[\"'`])[^\n]*?(?:NVRM: |S
 _BACK: Final = (
     (re.compile(r"server (\S{1,120}) not responding"), re.compile(r"server \S{1,120} OK\b")),
     (re.compile(r"([\w.-]{1,40}):? [Ll]ink (?:is )?[Dd]own"), re.compile(r"[Ll]ink (?:is )?[Uu]p|link becomes ready")),
+    (
+        re.compile(r"(Lustre): .*(?:was lost; in progress|timed out for)"),
+        re.compile(r"Connection restored|[Rr]ecovered"),
+    ),
+    (re.compile(r"(CPU)\d{1,5}: \w{1,12} temperature above"), re.compile(r"temperature/speed normal")),
 )
 """Messages that something went away, and that the same thing came back."""
 _OF_NCCL: Final = re.compile(r"(?:^|[\s>|])([A-Za-z][\w.-]{1,120}):\d{1,9}:\d{1,9} \[-?\d{1,3}\] ")
@@ -820,7 +825,8 @@ def describe(evidence: LogEvidence, rank_nodes: Mapping[int, str]) -> Accounts:
         if weighed:
             told.append(account_of_statement(*weighed[0], said))
             others += [_other(*one) for one in weighed[1:5]]
-    told = [*_with_ends(told, failures), *_quitters(logs, told)]
+    killed = [one for log in logs for one in _killed_by_srun(log)]
+    told = [*_with_ends(told, failures, killed), *_quitters(logs, told)]
     told = [_on_its_node(account, rank_nodes) for account in told or reported]
     findings, survived_findings = _findings(logs, bool(told))
     counting = distinct(findings)
@@ -853,7 +859,8 @@ def _statements_by_rank(logs: Sequence[LogSummary]) -> _ByRank:
 
 def _findings(logs: Sequence[LogSummary], failed: bool) -> tuple[list[Finding], list[Finding]]:
     """The findings that count, and those that training survived. `failed`: a rank or a launcher reports a failure."""
-    found = [one for log in logs for one in log_findings(log)]
+    each = [(one, log) for log in logs for one in log_findings(log)]
+    found = [one for one, _ in each]
     # A broken device is reported even if the work was completed. A fault that recovered ended nothing.
     complete = _all_finished(logs)
 
@@ -867,12 +874,21 @@ def _findings(logs: Sequence[LogSummary], failed: bool) -> tuple[list[Finding], 
     survived += [one.finding for one in found if not one.survived and not counts(one)]
     if not failed and all(one.severity == "warning" for one in here):
         picked = bool(logs) and all(map(_is_picked_out, logs))
-        here = [as_cause(one) or (_counting(one) if picked else one) for one in here]
+        still = [one.finding for one, log in each if _is_left_open(one, log)]
+        here = [as_cause(one) or (_counting(one) if picked or one in still else one) for one in here]
     if failed or any(one.severity != "warning" for one in here):
         holds = current().factor["survived_finding"]
         here += [msgspec.structs.replace(one, confidence=one.confidence * holds) for one in survived]
         survived = []
     return here, survived
+
+
+_OPEN: Final = frozenset({"lustre", "link_trouble", "too_hot"})
+"""Warnings of the kernel that soon pass: they tell of a fault if the same log does not say that it passed."""
+
+
+def _is_left_open(found: LogFinding, log: LogSummary) -> bool:
+    return found.finding.rule in _OPEN and log.kind == "kernel" and not found.doubtful and not found.survived
 
 
 _CORRECTED: Final = re.compile(r"\b(?:EDAC|MCE|AER|mce|pcieport|Hardware Error|PCIe Bus Error)\b")
@@ -998,14 +1014,16 @@ def _of_survived_finding(finding: Finding) -> Candidate:
     )
 
 
-def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFailure]]) -> list[Account]:
+def _with_ends(
+    accounts: list[Account], failures: Sequence[tuple[str, LauncherFailure]], killed: Sequence[LauncherFailure]
+) -> list[Account]:
     """The accounts, with the ends that launchers report, and accounts of ranks that wrote nothing."""
     known = {account.rank: index for index, account in enumerate(accounts) if account.rank is not None}
     nameless = [index for index, account in enumerate(accounts) if account.rank is None and not account.said_by]
     found = list(accounts)
     # An abort is most often a consequence of a peer's end. So is an exit code without a word.
     # Who is asked to end explains nobody's end.
-    records = [_record(failure, 0) for _, failure in failures]
+    records = [_record(failure, 0) for _, failure in failures if failure not in killed]
     explained = bool(accounts) or any(not (one.by_itself or one.ended_by("SIGTERM")) for one in records)
     failures = sorted(failures, key=lambda one: (not one[1].is_root, one[1].line))
     if not any(one.failure_class is FailureClass.NCCL_TIMEOUT for one in accounts) or any(
@@ -1025,8 +1043,17 @@ def _with_ends(accounts: list[Account], failures: Sequence[tuple[str, LauncherFa
         if index is not None:
             found[index] = _with_end(found[index], failure, record)
         else:
-            found.append(_by_end(failure, source, record, explained and not failure.is_root))
+            end = _by_end(failure, source, record, explained and not failure.is_root)
+            found.append(msgspec.structs.replace(end, is_cascade=end.is_cascade or failure in killed))
     return found
+
+
+def _killed_by_srun(log: LogSummary) -> list[LauncherFailure]:
+    """Tasks that srun killed because another one had ended with a code: victims, and no cause."""
+    told = [one for one in log.launcher if one.text.lstrip().startswith("srun: error") and not one.message]
+    ends = [one.line for one in told if one.signal is None and one.code]
+    since = min([*ends, *(one.line for one in log.matches if one.rule == "step_cancelled")], default=0)
+    return [one for one in told if ends and one.line > since and one.signal == 9]
 
 
 def _of_one_node(failure: LauncherFailure, failures: Sequence[tuple[str, LauncherFailure]]) -> LauncherFailure:

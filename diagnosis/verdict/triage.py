@@ -26,6 +26,7 @@ from diagnosis.incident import (
     Slowdown,
     Verdict,
 )
+from diagnosis.kernel.log import read_stamp
 from diagnosis.signals import Evidence
 from diagnosis.tables import load
 from diagnosis.taxonomy import TAXONOMY, FailureClass, RemedyAction
@@ -179,11 +180,20 @@ def _doubt(log: LogSummary) -> Evidence | None:
     skipped = max(0, (last_progress(log) or 0) + 1 - first)
     # What the kernel only warns of is known, and no doubt.
     known = {event.line for event in log.events}
+    if log.kind == "kernel":
+        known |= {first + at for at in _of_a_boot(log.tail)}
     found = exceptions.trouble(["" if first + at in known else text for at, text in enumerate(log.tail)][skipped:])
     if found is None:
         return None
     text = log.tail[skipped + found].strip()[:300]
     return Evidence(text=text, source=log.source, line=first + skipped + found, node=log.node, rank=log.rank)
+
+
+def _of_a_boot(lines: Sequence[str]) -> list[int]:
+    """Lines of a boot that came to its end: drivers complain of much that is optional while they look for devices."""
+    said = [read_stamp(text).uptime for text in lines]
+    booted = any(one is not None and one >= log_accounts.BOOT_S for one in said)
+    return [at for at, one in enumerate(said) if booted and one is not None and one < log_accounts.BOOT_S]
 
 
 def _are_all_well(logs: Sequence[LogSummary]) -> bool:
