@@ -364,9 +364,16 @@ def _run(argv: list[str], data: bytes) -> None:
     subprocess.run(argv, input=data, stdout=silent, stderr=silent, timeout=SERVICE_S, check=True)
 
 
+class _NotFollowed(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would be repeated as a GET without its message, and count as delivered: it is an error."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
 def post(address: str, body: bytes) -> None:
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=SERVICE_S) as answer:
+    with urllib.request.build_opener(_NotFollowed).open(request, timeout=SERVICE_S) as answer:
         answer.read(1024)
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import threading
+import urllib.error
 from collections.abc import Iterator
 from http.client import HTTPMessage
 from pathlib import Path
@@ -93,6 +94,11 @@ class _Service(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.got.append(json.loads(body))  # type: ignore[attr-defined]
         self.send_response(self.server.answers.pop(0) if self.server.answers else 200)  # type: ignore[attr-defined]
+        self.send_header("Location", "/elsewhere")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
@@ -132,6 +138,12 @@ def test_a_webhook_gets_slacks_form(tmp_path: Path, service: http.server.HTTPSer
     sender(address_file(tmp_path, service))(MESSAGE)
     sender(address_of(service))(MESSAGE)
     assert service.got == [{"text": "llama: rank 1 was killed"}] * 2  # type: ignore[attr-defined]
+
+
+def test_a_redirected_message_is_not_delivered(service: http.server.HTTPServer) -> None:
+    service.answers = [302]  # type: ignore[attr-defined]
+    with pytest.raises(urllib.error.HTTPError):
+        sender(address_of(service))(MESSAGE)
 
 
 def test_a_program_gets_all_of_it_as_json(tmp_path: Path) -> None:
