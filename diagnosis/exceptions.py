@@ -481,7 +481,7 @@ def last_words(lines: Sequence[str], tiers: int = 3, known: Collection[str] = ()
     told = ((one[0], index, one[1]) for index in new if (one := _complaint(said[index], index in last)) is not None)
     tier, index, reading = min(told, default=(tiers, 0, None))
     if reading is None or tier >= tiers:
-        return None
+        return _last_word(lines) if tiers > 1 else None
     return LastWords(reading.failure_class, said[index], index, reading.confidence)
 
 
@@ -504,6 +504,33 @@ def _complaint(text: str, is_last: bool) -> tuple[int, complaints.Complaint] | N
         return (1, of_words) if by_words or is_last else None
     sounds = gives_up or ((_DOUBT.search(text) or _STOPPED.search(text)) and not _NO_DOUBT.search(_LACKS.sub("", text)))
     return (2, of_words) if sounds and is_last and by_words and of_words.failure_class not in _OPTIONAL else None
+
+
+_KILLED: Final = re.compile(
+    r"^(?:\w{1,12}: )?(?:killed|segmentation fault|bus error|aborted|crashed)(?:  +\S.{0,200}|[.!]?)$"
+    r"|\b(?:rc|return(?:ed|code)?|exit(?:ed|code)?|terminated)\b(?: (?:code|status|value|with|non-?zero)){0,3}"
+    r"\s?[:=]?\s?(?:-(?:4|6|7|8|9|11)|13[1-9])\.?$"
+    r"|\b(?:rc ?=|(?:return|exit|exited|terminated)(?: with)?(?: non-?zero)? (?:code|status)|exited)[ :=]{0,3}[1-9]\d?\.?$"
+    r"|^make: \*\*\* .{1,200} Error [1-9]\d{0,2}$",
+    re.IGNORECASE,
+)
+_TOLD: Final = re.compile(
+    r"^(?:\^C|hangup|terminated|interrupted?|(?:\w{1,12}: )(?:hangup|terminated|interrupt)\b.{0,200})$"
+    r"|\b(?:rc|return(?:ed|code)?|exit(?:ed|code)?|terminated)\b(?: (?:code|status|value|with)){0,3}"
+    r"\s?[:=]?\s?(?:-(?:1|2|15)|129|130|143)\.?$",
+    re.IGNORECASE,
+)
+"""The last word of a shell or a launcher, or the number with which it says that a process ended."""
+
+
+def _last_word(lines: Sequence[str]) -> LastWords | None:
+    """How the process ended, where the last line alone tells."""
+    last = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].strip()), None)
+    text = "" if last is None else split_prefix(lines[last])[1].strip()[:MAX_WORDS]
+    told = _TOLD.search(text) is not None
+    if last is None or not (told or _KILLED.search(text)):
+        return None
+    return LastWords(C.PREEMPTED_OR_CANCELLED if told else C.WORKER_CRASH, text, last, 0.5)
 
 
 def _tries_left(line: str) -> int:

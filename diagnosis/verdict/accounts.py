@@ -61,6 +61,7 @@ _CRASH: Final = re.compile(
 )
 _CRASH_FRAME: Final = re.compile(r'File "([^"]{1,400})", line (\d{1,7}) in (\S{1,200})')
 """A frame as faulthandler writes it."""
+_THREAD: Final = re.compile(r"(?:^|[\s\]:])(?:Thread|Current thread) 0x[0-9a-f]{1,16} ")
 
 
 class Statement(Frozen, frozen=True, kw_only=True):
@@ -213,7 +214,12 @@ def _blamed(match: RuleMatch) -> str:
 def statement_of_crash(lines: Sequence[str], evidence: Evidence, first_line: int = 1) -> Statement | None:
     """What faulthandler wrote before the process died. A crash inside a library is the library's fault."""
     start = next((index for index, line in enumerate(lines) if _CRASH.search(line)), None)
-    places = (_CRASH_FRAME.search(line) for line in lines[start:]) if start is not None else ()
+    dump = lines[start:] if start is not None else ()
+    threads = [index for index, line in enumerate(dump) if _THREAD.search(line)]
+    # Of several threads the one that crashed is marked; if none is, it ran no Python.
+    marked = next((index for index in threads if "Current thread" in dump[index]), len(dump) if threads else 0)
+    end = next((index for index in threads if index > marked), len(dump))
+    places = (_CRASH_FRAME.search(line) for line in dump[marked:end])
     place = next((match for match in places if match is not None), None)
     if start is None or place is None:
         return None

@@ -466,6 +466,18 @@ IN_LOG: Final = (
         "an_import_done_without",
     ),
     Row[InLog[Statement]](
+        "complains_as_it_trains",
+        "survived",
+        lambda seen: (
+            seen.one.failure_class is FailureClass.DEPENDENCY_IMPORT_ERROR
+            and not seen.one.is_traceback
+            and not seen.log.launcher
+            and goes_on(seen.log, seen.one.line, 1)
+            and seen.one.last_line > seen.one.line
+        ),
+        "a_library_missed_in_each_step",
+    ),
+    Row[InLog[Statement]](
         "start_goes_on",
         "survived",
         lambda seen: (

@@ -85,9 +85,11 @@ _NOBODY: Final = ("localhost", "127.0.0.1", "0.0.0.0")
 _NUMBER: Final = re.compile(r"(?<=task:)\d+|(?<![\w:/])\d+")
 _LISTED: Final = re.compile(
     r"^(?P<reason>\S[^\n]{0,200}?)\s{1,40}\S{1,32}\s{1,12}\d{4}-\d\d-\d\dT[\d:]{8}\s{1,12}"
-    r"(?P<node>[A-Za-z][\w.,\[\]-]{0,120})\s*$"
+    r"(?P<node>[A-Za-z][\w.,\[\]-]{0,120})\s*$|^(?P<kube>[a-z0-9][\w.-]{0,120}) +(?P<state>NotReady)\b"
 )
-"""A row of `sinfo -R`: reason, user, time, nodes."""
+"""A row of `sinfo -R` (reason, user, time, nodes) or of `kubectl get nodes`."""
+_BACK: Final = r"(?i: (?:is )?(?:OK|up|back|reachable)\b)"
+"""What is said of a server that answers again."""
 
 
 def with_named(found: Verdict, best: Candidate, logs: Sequence[LogSummary]) -> Verdict:
@@ -145,6 +147,8 @@ def _culprits(
             continue
         names = _every(phrase, lines.end) if phrase.every else _first(phrase, lines.near)
         names = _heading(phrase, lines.above) if phrase.heading else names
+        if phrase.kind == "server":
+            names = [one for one in names if not any(re.search(re.escape(one) + _BACK, line) for line in lines.near)]
         if names:
             told[field], kinds[field] = [redact(one)[:MAX_NAME] for one in names], phrase
     if "rank" in told:
@@ -186,5 +190,6 @@ def _listed(known: Culprit, best: Candidate, logs: Sequence[LogSummary]) -> tupl
     """The nodes of all rows of a list of drained nodes that give the reason of the evidence."""
     row = _LISTED.match(best.evidence[0].text.strip()) if best.evidence else None
     rows = [_LISTED.match(line) for log in logs if log.source == best.evidence[0].source for line in log.tail]
-    nodes = [one["node"] for one in rows if row is not None and one is not None and one["reason"] == row["reason"]]
+    alike = [one for one in rows if row is not None and one is not None and one["reason"] == row["reason"]]
+    nodes = [one["node"] or one["kube"] for one in alike]
     return tuple(Culprit(node=node) for node in dict.fromkeys(nodes))[:MAX_LISTED] or (known,)

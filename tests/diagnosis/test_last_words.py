@@ -50,3 +50,29 @@ def test_only_what_comes_after_the_last_progress_counts():
     assert verdict.evidence[0].line == 9
     healthy = LogSummary(source="a.log", lines=9, tail=(line, "x"), progress_line=9)
     assert triage.conclude(of_logs(LogEvidence(logs=(healthy,)))).failure_class is FailureClass.NONE
+
+
+@pytest.mark.parametrize(
+    ("line", "failure_class"),
+    [
+        ("zsh: killed     python train.py", "worker_crash"),
+        ("[trainer] child returned -9", "worker_crash"),
+        ("job ended, rc=139", "worker_crash"),
+        ("exit status 1", "worker_crash"),
+        ("make: *** [Makefile:12: train] Error 2", "worker_crash"),
+        ("Crashed.", "worker_crash"),
+        ("Hangup", "preempted_or_cancelled"),
+        ("^C", "preempted_or_cancelled"),
+        ("the wrapper exited with code 143", "preempted_or_cancelled"),
+        ("exit status 0", "none"),
+        ("epoch 3 returned 12 batches", "none"),
+        ("the evaluation returned 12", "none"),
+        ("exit criteria: 3", "none"),
+    ],
+)
+def test_a_bare_last_word_ends_a_log_with_steps(line, failure_class):
+    log = LogSummary(source="a.log", lines=2, tail=("step 7/90 loss 2.0", line), progress_line=1, step=7)
+    assert triage.conclude(of_logs(LogEvidence(logs=(log,)))).failure_class.value == failure_class
+    if failure_class != "none":
+        goes_on = LogSummary(source="a.log", lines=2, tail=(line, "step 7/90 loss 2.0"), progress_line=2, step=7)
+        assert triage.conclude(of_logs(LogEvidence(logs=(goes_on,)))).failure_class is FailureClass.NONE

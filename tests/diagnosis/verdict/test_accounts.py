@@ -149,3 +149,15 @@ def test_of_a_long_line_the_words_that_decide_are_shown(line: str, shown: str, l
     assert line[:20] in found
     assert len(found) <= accounts.MAX_WORDS + 5
     assert not left_out or left_out not in found
+
+
+def test_of_several_threads_the_one_that_is_marked_crashed():
+    head, waits = (
+        "Fatal Python error: Segmentation fault",
+        '  File "/usr/lib/python3.11/threading.py", line 324 in wait',
+    )
+    others = ["Thread 0x00007f5741fff700 (most recent call first):", waits]
+    marked = ["Current thread 0x00007f5741aaa700 (most recent call first):", '  File "/w/train.py", line 9 in step']
+    found = accounts.statement_of_crash([head, *others, *marked], Evidence(text="", source="a"))
+    assert found is not None and "step (train.py:9)" in found.summary
+    assert accounts.statement_of_crash([head, *others], Evidence(text="", source="a")) is None

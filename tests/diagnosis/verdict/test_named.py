@@ -44,6 +44,10 @@ def test_a_phrase_names_what_its_samples_say(row: dict[str, Any], phrase: Phrase
     [
         ("worker_crash", ["the pod failed", "Container rank 5 status failed, code 7"], [5]),
         ("silent_hang", ["grad_17 [missing ranks: 2, 9]"], [2, 9]),
+        ("collective_mismatch", ["Rank 4 is running collective: A, but Rank 7 is running collective: B"], [4, 7]),
+        ("collective_mismatch", [f"rank {one} called all_reduce" for one in range(8)], []),
+        ("worker_crash", ["local rank 3 died with exit code -9"], []),
+        ("silent_hang", ["Missing ranks: 12 of 512 have not joined"], []),
         ("nccl_setup", ["Duplicate GPU detected : rank 6 and rank 2 both on CUDA device 41000"], [6, 2]),
         ("rendezvous_store", ["Timed out task names:", *(f"/job:w/replica:0/task:{n}" for n in (2, 5))], [2, 5]),
         # Nobody is to blame if nearly all are named; and a bug that all ranks have is no rank's.
@@ -61,6 +65,7 @@ def test_a_rank_is_blamed_by_name(failure_class: str, lines: list[str], ranks: l
     [
         ("unknown", ["x", "The error from device(chipId:6, dieId:0)"], Culprit(kind="chip", name="6")),
         ("storage_error", ["nfs: server home3 not responding, timed out"], Culprit(kind="server", name="home3")),
+        ("storage_error", ["nfs: server home3 not responding", "nfs: server home3 OK"], None),
         ("disk_full", ["kubelet, ip-9 Node gke-a2 status is now: NodeHasDiskPressure"], Culprit(node="gke-a2")),
         ("script_error", ["ModuleNotFoundError: No module named 'apex'"], Culprit(kind="module", name="apex")),
         (
