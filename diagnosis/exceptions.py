@@ -510,7 +510,8 @@ _KILLED: Final = re.compile(
     r"^(?:\w{1,12}: )?(?:killed|segmentation fault|bus error|aborted|crashed)(?:  +\S.{0,200}|[.!]?)$"
     r"|\b(?:rc|return(?:ed|code)?|exit(?:ed|code)?|terminated)\b(?: (?:code|status|value|with|non-?zero)){0,3}"
     r"\s?[:=]?\s?(?:-(?:4|6|7|8|9|11)|13[1-9])\.?$"
-    r"|\b(?:rc ?=|(?:return|exit|exited|terminated)(?: with)?(?: non-?zero)? (?:code|status)|exited)[ :=]{0,3}[1-9]\d?\.?$"
+    r"|\b(?:rc ?=|(?:return|exit|exited|terminated)(?: with)?(?: non-?zero)? (?:code|status)|exited)"
+    r"[ :=]{0,3}[1-9]\d?\.?$"
     r"|^make: \*\*\* .{1,200} Error [1-9]\d{0,2}$",
     re.IGNORECASE,
 )

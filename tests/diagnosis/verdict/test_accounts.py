@@ -159,5 +159,6 @@ def test_of_several_threads_the_one_that_is_marked_crashed():
     others = ["Thread 0x00007f5741fff700 (most recent call first):", waits]
     marked = ["Current thread 0x00007f5741aaa700 (most recent call first):", '  File "/w/train.py", line 9 in step']
     found = accounts.statement_of_crash([head, *others, *marked], Evidence(text="", source="a"))
-    assert found is not None and "step (train.py:9)" in found.summary
+    assert found is not None
+    assert "step (train.py:9)" in found.summary
     assert accounts.statement_of_crash([head, *others], Evidence(text="", source="a")) is None
