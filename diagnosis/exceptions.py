@@ -515,7 +515,7 @@ _KILLED: Final = re.compile(
     r"|^make: \*\*\* .{1,200} Error [1-9]\d{0,2}$",
     re.IGNORECASE,
 )
-_TOLD: Final = re.compile(
+_ASKED_TO_END: Final = re.compile(
     r"^(?:\^C|hangup|terminated|interrupted?|(?:\w{1,12}: )(?:hangup|terminated|interrupt)\b.{0,200})$"
     r"|\b(?:rc|return(?:ed|code)?|exit(?:ed|code)?|terminated)\b(?: (?:code|status|value|with)){0,3}"
     r"\s?[:=]?\s?(?:-(?:1|2|15)|129|130|143)\.?$",
@@ -528,10 +528,10 @@ def _last_word(lines: Sequence[str]) -> LastWords | None:
     """How the process ended, where the last line alone tells."""
     last = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].strip()), None)
     text = "" if last is None else split_prefix(lines[last])[1].strip()[:MAX_WORDS]
-    told = _TOLD.search(text) is not None
-    if last is None or not (told or _KILLED.search(text)):
+    asked = _ASKED_TO_END.search(text) is not None
+    if last is None or not (asked or _KILLED.search(text)):
         return None
-    return LastWords(C.PREEMPTED_OR_CANCELLED if told else C.WORKER_CRASH, text, last, 0.5)
+    return LastWords(C.PREEMPTED_OR_CANCELLED if asked else C.WORKER_CRASH, text, last, 0.5)
 
 
 def _tries_left(line: str) -> int:
