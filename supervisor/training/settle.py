@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
 import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Callable  # noqa: UP035 (Python 3.9)
 
 if TYPE_CHECKING:
-    from supervisor.training import bootstrap, imports
+    from supervisor.training import bootstrap
 else:
     bootstrap = sys.modules["_unbroken_bootstrap"]
-    imports = bootstrap.sibling("imports")
 
 TORCH_SEED = 67280421310721
 """Of every process in most releases of torch; where it is random at start, forks must not share the keeper's."""
-COME_WITH_TORCH = frozenset(
-    "torch torchgen numpy sympy mpmath tqdm typing_extensions colorama pynvml _distutils_hack".split()
-)
-HOLD_NOTHING_UNWRITTEN = (io.FileIO, io.BufferedReader, socket.socket, subprocess.Popen)
 TORCHRUN = "import sys\nfrom torch.distributed.run import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
 
 
@@ -66,52 +58,12 @@ def settle(become: Any, close_in_fork: Callable[[], None] | None) -> None:
     if become.warned and sys.stderr is not None:
         sys.stderr.write(become.warned)
         sys.stderr.flush()
-    atexit.register(unfreeze_where_needed)
+    if become.worker:
+        # The keeper froze what it had imported. At the end all of it is to be collected, as in any Python: libraries
+        # tell of leaks otherwise, and a file that the script hung to a class of torch's keeps its last lines. A
+        # launcher holds nothing of the script's, and is gone a second of a core sooner.
+        atexit.register(gc.unfreeze)
     refresh_modules()
-
-
-def unfreeze_where_needed() -> None:
-    """Runs last at the end. The keeper froze what it had imported, so Python does not collect that, nor what it holds.
-
-    With Python's own modules and torch alone nobody misses it, and to collect them takes a second of a core, by which a
-    failed rank would end later. Other libraries tell of leaks then (nanobind), and a file of the script that a
-    function in a class of torch's writes to, say, keeps its last lines.
-    """
-    try:
-        distributed: Any = sys.modules.get("torch.distributed")
-        needed = (
-            holds_other_libraries()
-            or bool(distributed and distributed.is_available() and distributed.is_initialized())
-            or left_with_an_end()
-        )
-    except Exception:  # objects of the script may do anything
-        needed = True
-    if needed:
-        gc.unfreeze()
-
-
-def holds_other_libraries() -> bool:
-    """Whether more than Python's own modules, torch and ours was imported."""
-    standard, ours = (os.path.join(os.path.dirname(file), "") for file in (os.__file__, __file__))
-    for name, module in list(sys.modules.items()):
-        path = "" if name.partition(".")[0] in COME_WITH_TORCH else imports.origin(name, module)
-        if path and not path.startswith(ours) and (not path.startswith(standard) or "-packages" in path):
-            return True
-    return False
-
-
-def left_with_an_end() -> bool:
-    """Whether there is an object since the fork that does something when it is freed: a file with unwritten lines."""
-    streams = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
-    known = {id(part) for stream in streams for part in (stream, getattr(stream, "buffer", None))}
-    ends: dict[type, bool] = dict.fromkeys(HOLD_NOTHING_UNWRITTEN, False)
-    for value in gc.get_objects():
-        kind = type(value)
-        if kind not in ends:
-            ends[kind] = any("__del__" in base.__dict__ for base in kind.__mro__)
-        if ends[kind] and id(value) not in known:
-            return True
-    return False
 
 
 def name_process(argv: list[str]) -> None:

@@ -325,20 +325,6 @@ def test_no_object_of_the_keeper_closes_a_number_of_the_script(keeper: Any, scri
     assert out == "[]\n"
 
 
-def test_torch_alone_is_not_collected_at_the_end(keeper: Any, script: Callable[..., Path]) -> None:
-    """It would take each rank a second of a core. With other libraries: tests/e2e/test_afterwards.py."""
-    path = script(
-        "import gc, os, sys\n"
-        "class Flushed:\n"  # by Python, once all exit handlers have run
-        "    closed = False\n"
-        "    def flush(self, frozen=gc.get_freeze_count, write=os.write):\n"
-        "        write(1, b'left ' if frozen() > 100_000 else b'collected ')\n"
-        "sys.stdout = Flushed()\n"
-    )
-    out, _ = stub(keeper, path, UNBROKEN_ATTEMPT="917").communicate(timeout=60)
-    assert out.split()[-1] == "left"
-
-
 def test_what_the_script_hung_to_torch_is_freed_at_the_end(
     keeper: Any, script: Callable[..., Path], tmp_path: Path
 ) -> None:
