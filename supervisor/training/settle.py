@@ -58,11 +58,8 @@ def settle(become: Any, close_in_fork: Callable[[], None] | None) -> None:
     if become.warned and sys.stderr is not None:
         sys.stderr.write(become.warned)
         sys.stderr.flush()
-    if become.worker:
-        # The keeper froze what it had imported. At the end all of it is to be collected, as in any Python: libraries
-        # tell of leaks otherwise, and a file that the script hung to a class of torch's keeps its last lines. A
-        # launcher holds nothing of the script's, and is gone a second of a core sooner.
-        atexit.register(gc.unfreeze)
+    # The keeper froze what it had imported. At the end all of it is to be collected, or libraries tell of leaks.
+    atexit.register(gc.unfreeze)
     refresh_modules()
 
 
