@@ -115,6 +115,19 @@ def group_outcome(nodes: Sequence[str], parts: Mapping[str, GroupPart | None]) -
     return GroupOutcome(nodes=tuple(nodes), seconds=seconds, throttled=throttled, busy=busy)
 
 
+def throttled_nodes(rounds: Iterable[Iterable[GroupOutcome]]) -> dict[str, float]:
+    """Node -> the largest share of its time that its CPU quota kept it waiting, where that was much. A quota is there
+    whether or not it made a pair slow beside others; none where all nodes have one: that is how they are built.
+    """
+    nodes: set[str] = set()
+    found: dict[str, float] = {}
+    for outcome in (one for some in rounds for one in some):
+        nodes.update(outcome.nodes)
+        for node, share in outcome.throttled.items():
+            found[node] = max(share, found.get(node, 0.0))
+    return found if len(found) < len(nodes) else {}
+
+
 def throttled_words(share: float) -> str:
     return f"it was throttled by its CPU quota {100 * share:.0f} % of the time"
 
@@ -234,6 +247,7 @@ def pair_results(conclusion: PairConclusion, rounds: Sequence[Sequence[GroupOutc
             partners.setdefault(node, {}).update(dict.fromkeys(other for other in outcome.nodes if other != node))
     named = {one.node: one for one in conclusion.named}
     bad = {one.node: one for one in conclusion.bad}
+    throttled = throttled_nodes(rounds)
     found = []
     for node, others in partners.items():
         verdict: TestVerdict
@@ -245,6 +259,7 @@ def pair_results(conclusion: PairConclusion, rounds: Sequence[Sequence[GroupOutc
             verdict, reason = "unknown", f"{bad[node].how}, and {shared}: {bad[node].why}"
         elif node in conclusion.good:
             verdict, reason = "pass", f"did well with {', '.join(others)}"
+            reason += f"; {throttled_words(throttled[node])}" if node in throttled else ""
         else:
             verdict, reason = "unknown", f"no partner is proven good; {failed[node] or 'it was slow'}"
         found.append(

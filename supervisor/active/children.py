@@ -270,8 +270,9 @@ class _Child:
         elif descriptor == self.started.out:
             self.out += data[: max(0, ANSWER_BYTES - len(self.out))]
             if b'"test"' in data or b'"joined"' in data:  # an error is no progress
-                self._said_at, self._waited_before_s = time.monotonic(), self._waited_s
-                self._throttled_said = self._quota.look()
+                self.look()
+                self._said_at, self._waited_before_s = self._looked_at, self._waited_s
+                self._throttled_said = self._throttled_now
         else:
             self.words = (self.words + data)[-WORDS_BYTES:]
 

@@ -36,6 +36,8 @@ from recovery.group_tests import (
     next_halves,
     pair_margin,
     pair_results,
+    throttled_nodes,
+    throttled_words,
 )
 from recovery.ledger import TestResult
 from supervisor.active.children import GONE_S, ChildReport
@@ -425,6 +427,7 @@ class Leader:
                 break
             self._say(f"round {len(rounds) + 1} of pairs: {len(groups)} groups, at most {self._suite.group_s:.0f} s")
             rounds.append(self._groups(groups))
+        self._missing += [f"{name}: {throttled_words(share)}" for name, share in throttled_nodes(rounds).items()]
         domains = {name: node.hello.domain for name, node in self._nodes.items() if node.hello.domain}
         return (conclude(able, rounds, margin, domains) if rounds else None), rounds
 
