@@ -58,8 +58,7 @@ from supervisor.wire.authentication import (
     exchange_of,
     new_nonce,
 )
-from supervisor.wire.peers import not_private, own_users, peer_uid
-from supervisor.wire.tls import client_context, explain
+from supervisor.wire.peers import explain_tls, not_private, own_users, peer_uid, tls_context
 
 log = logging.getLogger("unbroken.link")
 
@@ -232,7 +231,7 @@ class Link:
             except Unproven as error:
                 self._distrust(f"what listens at {self.url} is not this job's controller: {error}", time.monotonic())
             except ssl.SSLError as error:
-                self._distrust(explain(error, self.url, self._tls_ca), time.monotonic())
+                self._distrust(explain_tls(error, self.url, self._tls_ca), time.monotonic())
             except asyncio.TimeoutError:
                 self._explain(self._no_answer())
             except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no thread left
@@ -730,7 +729,7 @@ async def connect(
     if unix_socket:
         reader, writer = await _open_unix(unix_socket)
     else:
-        tls = client_context(tls_ca) if secure else None
+        tls = tls_context(tls_ca) if secure else None
         port = parts.port or (443 if secure else 80)
         async with timeout(connect_s if tls is None else TLS_PATIENCE * connect_s):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls, happy_eyeballs_delay=HAPPY_EYEBALLS_S)

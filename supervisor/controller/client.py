@@ -49,8 +49,7 @@ from supervisor.wire.authentication import (
     munge_credential,
     new_nonce,
 )
-from supervisor.wire.peers import is_loopback, not_private, own_users, peer_uid
-from supervisor.wire.tls import client_context, explain
+from supervisor.wire.peers import explain_tls, is_loopback, not_private, own_users, peer_uid, tls_context
 
 TIMEOUT_S = 5.0
 ALIVE_S = 3.0
@@ -331,7 +330,7 @@ class ControllerClient:
             connection = self._connection(timeout_s)
             yield connection
         except ssl.SSLError as error:
-            raise ControllerUnusable(explain(error, self.address, self._tls_ca)) from None
+            raise ControllerUnusable(explain_tls(error, self.address, self._tls_ca)) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise ControllerUnreachable(self._no_answer(error)) from None
         finally:
@@ -364,7 +363,7 @@ class ControllerClient:
         except (ValueError, http.client.InvalidURL) as error:
             raise ControllerUnreachable(f"{self.address} is not the address of a controller: {error}") from None
         try:
-            context = client_context(self._tls_ca)
+            context = tls_context(self._tls_ca)
         except OSError as error:
             raise ControllerUnusable(
                 f"the certificates in {self._tls_ca} cannot be used: {error.strerror or error}"

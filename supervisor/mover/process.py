@@ -63,7 +63,7 @@ from supervisor.mover.protocol import MoverOrders, MoverSetup, MoverStatus
 from supervisor.mover.publish import Publisher, job_digest
 from supervisor.mover.snapshots import SnapshotMirror, SnapshotsAsked
 from supervisor.wire.authentication import SharedSecret
-from supervisor.wire.tls import client_context
+from supervisor.wire.peers import tls_context
 
 LOOK_EVERY_S: Final = 1.0
 AGAIN_S, LONGEST_AGAIN_S = 2.0, 60.0
@@ -152,7 +152,7 @@ class Mover:
                     f"{setup.node} mirrors for no other node: its certificate {setup.tls_cert} or key cannot be "
                     f"read: {error.strerror or error}",
                 )
-        client = client_context(setup.tls_ca) if setup.tls_ca else ssl.create_default_context()
+        client = tls_context(setup.tls_ca) if setup.tls_ca else ssl.create_default_context()
         client.check_hostname = False
         return server, client
 

@@ -26,8 +26,10 @@ from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from diagnosis import tables
 from diagnosis.health import Check, CheckResult
 from diagnosis.signals import Frozen, Signal
+from diagnosis.taxonomy import FailureClass
 from supervisor.files import entry_points, write_atomically
 
 READ_LIMIT = 64 * 1024
@@ -295,6 +297,22 @@ class Talkative(Probe, Protocol):
 
     doing: str
     """The call it is in, as `nvmlDeviceGetTemperature 0000:c1:00`; empty between looks."""
+
+
+# ----- the checks of our own probes: the rows of `checks.toml` -----
+
+_ROWS: Final = tables.load("supervisor.node_health", "checks.toml")
+CHECK: Final[dict[str, Check]] = {
+    name: Check(**{**row, "id": name, "failure_class": FailureClass(row["failure_class"])})
+    for rows in _ROWS.values()
+    for name, row in rows.items()
+}
+"""By id."""
+
+
+def checks_of(probe: str) -> tuple[Check, ...]:
+    """In the order of the table."""
+    return tuple(CHECK[name] for name in _ROWS[probe])
 
 
 # ----- which probes there are: ours by name, others by the entry-point group `unbroken.probes` -----

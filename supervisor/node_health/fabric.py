@@ -13,8 +13,7 @@ from typing import Final, Literal
 from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
 from supervisor.node_health import pci
-from supervisor.node_health.check_table import checks_of
-from supervisor.node_health.contract import Moment, ProbeContext, recall
+from supervisor.node_health.contract import Moment, ProbeContext, checks_of, recall
 from supervisor.node_health.machine import driver_version
 
 IMEX_NODES: Final = "etc/nvidia-imex/nodes_config.cfg"

@@ -12,8 +12,7 @@ import msgspec
 
 from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
-from supervisor.node_health.check_table import checks_of
-from supervisor.node_health.contract import Moment, ProbeContext, Rates
+from supervisor.node_health.contract import Moment, ProbeContext, Rates, checks_of
 from supervisor.node_health.network import (
     MOST_LINKS,
     Links,

@@ -21,8 +21,7 @@ from typing import Final, NamedTuple
 from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from supervisor.files import version_of
-from supervisor.node_health.check_table import CHECK, checks_of
-from supervisor.node_health.contract import Baseline, JobInfo, Moment, ProbeContext, Rates, recall
+from supervisor.node_health.contract import CHECK, Baseline, JobInfo, Moment, ProbeContext, Rates, checks_of, recall
 
 # --- the inventory
 

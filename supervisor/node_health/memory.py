@@ -13,8 +13,7 @@ import msgspec
 
 from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen
-from supervisor.node_health.check_table import checks_of
-from supervisor.node_health.contract import Moment, ProbeContext
+from supervisor.node_health.contract import Moment, ProbeContext, checks_of
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30

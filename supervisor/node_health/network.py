@@ -17,8 +17,7 @@ import msgspec
 
 from diagnosis.health import Check, CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
-from supervisor.node_health.check_table import checks_of
-from supervisor.node_health.contract import Moment, ProbeContext, fits, recall
+from supervisor.node_health.contract import Moment, ProbeContext, checks_of, fits, recall
 from supervisor.node_health.pci import ADDRESS
 
 # --- what links have in common

@@ -19,8 +19,7 @@ import msgspec
 
 from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from supervisor.files import head_of
-from supervisor.node_health.check_table import CHECK, checks_of
-from supervisor.node_health.contract import Baseline, Moment, ProbeContext, Rates, recall
+from supervisor.node_health.contract import CHECK, Baseline, Moment, ProbeContext, Rates, checks_of, recall
 
 Kind = Literal["gpu", "nvswitch", "nic", "nvme", "bridge"]
 DEVICES: Final = "sys/bus/pci/devices"

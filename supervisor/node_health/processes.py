@@ -14,8 +14,7 @@ from typing import Final
 from diagnosis.health import CheckResult, Level, healthy, not_applicable, unhealthy, unknown
 from diagnosis.signals import Frozen, clean_text
 from supervisor.files import head_of
-from supervisor.node_health.check_table import checks_of
-from supervisor.node_health.contract import Moment, ProbeContext, recall
+from supervisor.node_health.contract import Moment, ProbeContext, checks_of, recall
 
 CHECKS: Final = checks_of("processes")
 

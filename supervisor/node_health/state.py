@@ -25,8 +25,7 @@ from diagnosis.health import (
     unknown,
 )
 from diagnosis.signals import Finding, Signal
-from supervisor.node_health.check_table import checks_of
-from supervisor.node_health.contract import JobInfo
+from supervisor.node_health.contract import JobInfo, checks_of
 from supervisor.node_health.protocol import PollReport, TimedOut
 
 STATES_KEPT: Final = 5000

@@ -23,8 +23,7 @@ from typing import Final, Literal, NamedTuple
 
 from diagnosis.health import CheckResult, Level, healthy, judged, not_applicable, unhealthy, unknown
 from diagnosis.signals import clean_text
-from supervisor.node_health.check_table import checks_of
-from supervisor.node_health.contract import Moment, ProbeContext, recall
+from supervisor.node_health.contract import Moment, ProbeContext, checks_of, recall
 
 # --- the mount table
 

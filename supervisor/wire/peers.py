@@ -1,13 +1,16 @@
-"""Who is at the other end of a unix socket, and whether its folder is private."""
+"""Who is at the other end: of a unix socket by its user and folder, of a TLS connection by its certificate."""
 
 from __future__ import annotations
 
 import os
 import pwd
 import socket
+import ssl
 import stat
 import struct
 from pathlib import Path
+
+from diagnosis.signals import clean_text
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -71,3 +74,21 @@ def listen_privately(path: Path) -> socket.socket:
         listening.close()
         raise
     return listening
+
+
+def tls_context(ca: str) -> ssl.SSLContext:
+    """`ca`: a file of certificates to trust, empty for the system's. Raises OSError."""
+    return ssl.create_default_context(cafile=ca or None)
+
+
+def explain_tls(error: BaseException, address: str, ca: str) -> str:
+    """One sentence for a failure of TLS; empty where `error` is none."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        trusted = f"in {ca}" if ca else "of this system"
+        return (
+            f"the certificate of the controller at {address} is not trusted ({error.verify_message}): no certificate "
+            f"{trusted} vouches for it. Name the file with the right one in UNBROKEN_TLS_CA (`controller.tls_ca`)"
+        )
+    if isinstance(error, ssl.SSLError):
+        return f"what listens at {address} does not speak TLS as it must: {clean_text(error.reason or str(error), 100)}"
+    return ""

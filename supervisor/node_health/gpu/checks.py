@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from diagnosis.health import Check, CheckResult, Level
 from diagnosis.signals import clean_text
-from supervisor.node_health.check_table import CHECK, checks_of
+from supervisor.node_health.contract import CHECK, checks_of
 from supervisor.node_health.gpu.facts import (
     CORRUPTED_INFOROM,
     GPU_IS_LOST,
