@@ -108,6 +108,13 @@ class _Started(NamedTuple):
     code: Callable[[], int | None]
     """Its exit code once it has ended, as `subprocess` says it; None: it is not known."""
 
+    def drop(self) -> None:
+        """Nobody will hear it."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        for descriptor in (self.pidfd, self.out, self.err):
+            os.close(descriptor)
+
 
 def _fresh(
     python: str, order: Mapping[str, Any], environment: Mapping[str, str], cwd: Path, inherited: tuple[int, ...]
@@ -125,17 +132,19 @@ def _fresh(
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    with process.stdout, process.stderr:
-        started = _Started(
-            process.pid,
-            os.pidfd_open(process.pid),
-            os.dup(process.stdout.fileno()),
-            os.dup(process.stderr.fileno()),
-            process.poll,
-        )
-    with contextlib.suppress(OSError), process.stdin:  # it may be gone already: its end says why
-        process.stdin.write(msgspec.json.encode({**order, "parent": os.getpid()}) + b"\n")
-    return started
+    with contextlib.ExitStack() as undo, process.stdout, process.stderr, process.stdin:
+        undo.callback(process.kill)
+        pidfd = os.pidfd_open(process.pid)
+        undo.callback(os.close, pidfd)
+        out = os.dup(process.stdout.fileno())
+        undo.callback(os.close, out)
+        err = os.dup(process.stderr.fileno())
+        undo.callback(os.close, err)
+        with contextlib.suppress(OSError):  # it may be gone already: its end says why
+            process.stdin.write(msgspec.json.encode({**order, "parent": os.getpid()}) + b"\n")
+            process.stdin.close()
+        undo.pop_all()
+    return _Started(process.pid, pidfd, out, err, process.poll)
 
 
 class WarmParent:
@@ -205,21 +214,21 @@ class WarmParent:
         if self._process is None:
             return None
         changed = {key: value for key, value in environment.items() if self._environment.get(key) != value}
-        (out, their_out), (err, their_err) = os.pipe(), os.pipe()
-        try:
-            self._channel.settimeout(FORK_S)
-            message = msgspec.json.encode({"order": order, "environment": changed})
-            socket.send_fds(self._channel, [message], [their_out, their_err, *inherited])
-            answer, (pidfd,) = self._receive(FORK_S)
-            return _Started(int(answer["pid"]), pidfd, out, err, lambda: self._code(int(answer["pid"])))
-        except (OSError, ValueError, KeyError):
-            os.close(out)
-            os.close(err)
-            self.close()
-            return None
-        finally:
-            os.close(their_out)
-            os.close(their_err)
+        message = msgspec.json.encode({"order": order, "environment": changed})
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            try:
+                out, err = (_pipe(ours, theirs) for _ in range(2))
+                self._channel.settimeout(FORK_S)
+                socket.send_fds(self._channel, [message], [out[1], err[1], *inherited])
+                answer, given = self._receive(FORK_S)
+                for descriptor in given:
+                    ours.callback(os.close, descriptor)
+                (pidfd,), pid = given, int(answer["pid"])
+            except (OSError, ValueError, KeyError, TypeError):
+                self.close()
+                return None
+            ours.pop_all()
+            return _Started(pid, pidfd, out[0], err[0], lambda: self._code(pid))
 
     def _code(self, pid: int) -> int | None:
         if self._process is None:
@@ -241,6 +250,14 @@ class WarmParent:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GONE_S)
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[int, int]:
+    """Its ends for reading and for writing are closed with these."""
+    reading, writing = os.pipe()
+    ours.callback(os.close, reading)
+    theirs.callback(os.close, writing)
+    return reading, writing
 
 
 class _Child:
@@ -384,7 +401,11 @@ def run_children(
         for order in orders:
             started = warm.fork(order, given, inherited) if warm is not None else None
             started = started or _fresh(python, order, given, cwd, inherited)
-            children.append(_Child(str(order.get("device", "")), started, len(orders)))
+            try:
+                children.append(_Child(str(order.get("device", "")), started, len(orders)))
+            except BaseException:
+                started.drop()
+                raise
         _watch(children, time.monotonic() + deadline_s, deadline_s, memory_bytes, together, until)
         return tuple(child.report() for child in children)
     finally:

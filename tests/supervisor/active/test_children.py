@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -317,3 +318,54 @@ def test_children_end_with_the_one_that_is_killed(warm: Any) -> None:
     assert any(word in done[0].died for word in ("SIGKILL", "ended"))
     while any(Path(f"/proc/{pid}").exists() for pid in begun):
         assert time.monotonic() < deadline
+
+
+LEAKS = """
+import json, os, resource, subprocess, sys, time
+from pathlib import Path
+from supervisor.active.children import WarmParent, run_children
+python, warm_up = sys.argv[1], sys.argv[2] == "warm"
+warm = WarmParent(sys.executable, os.environ, Path("/")) if warm_up else None
+assert warm is None or warm.ready(60.0) == ""
+def lives(pid):
+    try: return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError: return False
+def held(): return sorted(os.listdir("/proc/self/fd"), key=int)
+def children():
+    parents = [os.getpid(), *([warm.pid] if warm is not None and warm.pid else [])]
+    pids = [int(pid) for one in parents for pid in open(f"/proc/{one}/task/{one}/children").read().split()]
+    return [pid for pid in pids if lives(pid) and pid not in parents]
+found, before = [], len(held())
+limit = max(map(int, held()[:-1])) + 1
+for more in range(1, 30):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit + more, hard))
+    raised = False
+    try:
+        run_children(python, [{"do": "look"}] * 2, 20.0, environment=dict(os.environ), memory_bytes=1 << 34, warm=warm)
+    except OSError:
+        raised = True
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    end = time.monotonic() + 20.0
+    while (left := children()) and time.monotonic() < end: time.sleep(0.05)
+    if warm is not None and not warm.pid:
+        warm = WarmParent(sys.executable, os.environ, Path("/"))
+        assert warm.ready(60.0) == ""
+    found.append([more, raised, len(held()) - before, len(left)])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("how", ["fresh", "warm"])
+def test_where_no_descriptor_is_left_none_is_lost(how: str, training_python: Any, tmp_path: Path) -> None:
+    """Whatever cannot be opened of what a child needs: it ends, and all that was opened is closed."""
+    package = tmp_path / "torch"
+    (package / "distributed").mkdir(parents=True)
+    (package / "distributed" / "__init__.py").touch()
+    (package / "__init__.py").write_text("class cuda:\n    is_initialized = staticmethod(lambda: False)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    argv = [sys.executable, "-c", LEAKS, training_python("time.sleep(0.2)"), how]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, env=environment, timeout=200, check=True)
+    found = json.loads(done.stdout)
+    assert {raised for _, raised, *_ in found} == {True, False}, "it fails with few, and goes on with enough"
+    assert [one for one in found if one[2:] != [0, 0]] == []
