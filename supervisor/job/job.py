@@ -99,12 +99,11 @@ from supervisor.job.degraded import Degraded
 from supervisor.job.hangs import Hangs
 from supervisor.job.incidents import Conclude, Incidents
 from supervisor.job.ledger import ClusterLedger
-from supervisor.job.loss import LossGuard
+from supervisor.job.loss import LossGuard, ReplicaGuard
 from supervisor.job.memory import Memory
 from supervisor.job.node_tests import NodeTests
 from supervisor.job.nodes import Node, Nodes
 from supervisor.job.operator import Operator
-from supervisor.job.replicas import ReplicaGuard
 from supervisor.job.scheduler import SchedulerRequests
 from supervisor.job.swaps import Swaps
 from supervisor.job.tiers import Tiers
