@@ -498,7 +498,15 @@ def load(flags: Mapping[str, object], environment: Mapping[str, str], cwd: Path)
 
 def load_here(flags: Mapping[str, object] | None = None) -> Loaded:
     """As `load`, for this process: its environment and its working folder. Raises ConfigError."""
-    return load(flags or {}, os.environ, Path.cwd())
+    return load(flags or {}, os.environ, working_folder())
+
+
+def working_folder() -> Path:
+    """The folder that this process was started in. Raises ConfigError where it has been removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the folder that you are in was removed: change to another one (cd), and try again") from None
 
 
 def absolute(settings: Settings, cwd: Path) -> Settings:

@@ -21,6 +21,7 @@ from diagnosis.signals import clean_line
 from diagnosis.taxonomy import FailureClass
 from recovery.active_verdicts import node_verdict
 from recovery.scheduling import slurm_domain
+from supervisor import config
 from supervisor.cli.job_commands import JobHandle, job_options_later, send, status_from_journal
 from supervisor.cli.nodes import keep_results
 from supervisor.cli.output import operator_name, print_answer, warn
@@ -102,7 +103,7 @@ def _bench(options: ActiveOptions) -> ActiveSetup:
         raise ActiveTestsImpossible(f"{error}, or name its Python with --python") from None
     products = _shapes(options.shapes).products
     node = options.node or os.environ.get("SLURMD_NODENAME", "") or socket.gethostname()
-    return ActiveSetup(clean_line(node, 63), python, dict(os.environ), Path.cwd(), products)
+    return ActiveSetup(clean_line(node, 63), python, dict(os.environ), config.working_folder(), products)
 
 
 def _look_around(options: ActiveOptions) -> None:
@@ -165,7 +166,7 @@ def _meeting(options: ActiveOptions, environment: Mapping[str, str]) -> Meeting 
         )
     job = re.sub(r"[^0-9A-Za-z]+", "", environment.get("SLURM_JOB_ID", ""))
     step = re.sub(r"[^0-9A-Za-z]+", "", environment.get("SLURM_STEP_ID", ""))
-    base = Path(environment.get("SLURM_SUBMIT_DIR") or Path.cwd())
+    base = Path(environment.get("SLURM_SUBMIT_DIR") or config.working_folder())
     from supervisor.paths import JOBS
 
     return Meeting(base / JOBS / f"check-{job}.{step}", int(step_nodes), environment["SLURM_PROCID"] == "0")

@@ -84,7 +84,7 @@ def incidents(anonymize: bool, output: str, folder: str, corrected: bool, salt_f
     if salt_file and not anonymize:
         raise click.UsageError("--salt-file goes with --anonymize")
     ledger = config.load_here().settings.ledger.folder
-    store = IncidentStore(Path.cwd() / (folder or ledger or JOBS))
+    store = IncidentStore(config.working_folder() / (folder or ledger or JOBS))
     found = answered(lambda: store.all(corrected_only=corrected), store.folder, "the memory of incidents")
     if not found:
         raise UnbrokenError(f"there is no {'corrected ' * corrected}incident in {store.path}. Nothing was written.")
@@ -93,7 +93,7 @@ def incidents(anonymize: bool, output: str, folder: str, corrected: bool, salt_f
     else:
         warn("hosts, users, paths and job names are in it as they are: for others use --anonymize")
         rows = [row_of(one) for one in found]
-    where = Path.cwd() / output
+    where = config.working_folder() / output
     data = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
     about = croissant(data, len(rows), anonymize, time.time())
     try:

@@ -104,11 +104,10 @@ def job_options_waiting(command: Callable[..., None]) -> Callable[..., None]:
 def starting(job_dir: str, cwd: Path) -> str:
     """That `unbroken run` has just begun the job of this name, or the newest of this user, in words; empty: it has not.
 
-    It holds the lease of a folder without a journal: its controller has not begun to write.
+    It holds the lease of the folder, and its controller has not begun to write: there is no journal, or that of the
+    life before.
     """
-    from supervisor.files import Here, start_time
     from supervisor.paths import JOBS
-    from supervisor.run.lease import DEAD_S, lease_path, lease_state, newest_lease, read_lease, who_holds
 
     root = cwd / JOBS
     try:
@@ -117,18 +116,33 @@ def starting(job_dir: str, cwd: Path) -> str:
         return ""
     for folder in folders:
         with contextlib.suppress(OSError):
-            if not job_dir and folder.stat().st_uid != os.geteuid():
-                continue
-            number = newest_lease(folder)
-            holder = read_lease(lease_path(folder, number)) if number else None
-            if holder is None or any(folder.glob("journal.*.jsonl")):
-                continue
-            renewed_s = time.time() - lease_path(folder, number).stat().st_mtime
-            state = lease_state(holder, holder, Here.find(), start_time)
-            if state == "lives" or (state == "unknown" and renewed_s < DEAD_S):
-                wait = "it waits for its controller to begin the journal"
-                return f"job {folder.name} is starting ({who_holds(holder)}): {wait}"
+            if (job_dir or folder.stat().st_uid == os.geteuid()) and (told := _starting(folder)):
+                return told
     return ""
+
+
+def is_starting(folder: Path) -> bool:
+    """Whether `unbroken run` has begun a job there, and its controller has not begun to write."""
+    try:
+        return bool(_starting(folder))
+    except OSError:
+        return False
+
+
+def _starting(folder: Path) -> str:
+    """Raises OSError."""
+    from supervisor.files import Here, start_time
+    from supervisor.run.lease import DEAD_S, has_begun, lease_path, lease_state, newest_lease, read_lease, who_holds
+
+    number = newest_lease(folder)
+    holder = read_lease(lease_path(folder, number)) if number else None
+    if holder is None or has_begun(folder, holder):
+        return ""
+    renewed_s = time.time() - lease_path(folder, number).stat().st_mtime
+    state = lease_state(holder, holder, Here.find(), start_time)
+    if state != "lives" and (state != "unknown" or renewed_s >= DEAD_S):
+        return ""
+    return f"job {folder.name} is starting ({who_holds(holder)}): it waits for its controller to begin the journal"
 
 
 class JobHandle:
@@ -147,12 +161,12 @@ class JobHandle:
         """Nobody named a job, so this is the newest one here."""
         if self._address and self._token_file and not (job_dir or slurm_job):
             return
-        if told := starting(job_dir or slurm_job or settings.run.job_dir, Path.cwd()):
+        if told := starting(job_dir or slurm_job or settings.run.job_dir, config.working_folder()):
             raise JobStarting(told)
         if slurm_job:
-            self.folder = find_slurm_job(slurm_job, Path.cwd())
+            self.folder = find_slurm_job(slurm_job, config.working_folder())
         else:
-            self.folder = find_job(job_dir or settings.run.job_dir, Path.cwd())
+            self.folder = find_job(job_dir or settings.run.job_dir, config.working_folder())
 
     @property
     def is_gone_from_its_port(self) -> bool:
@@ -328,7 +342,7 @@ def _asked_here(job: JobHandle, incident: dict[str, Any]) -> dict[str, Any]:
         raise ControllerUnreachable("no controller answers: give the job folder with --job-dir")
     settings = config.load_here().settings.opinion
     config.check_opinion(settings)
-    if missing := config.missing_for_opinion(settings, Path.cwd()):
+    if missing := config.missing_for_opinion(settings, config.working_folder()):
         raise ConfigError(missing)
     if settings.backend != "none":
         warn("no controller answers: the model is asked from here")

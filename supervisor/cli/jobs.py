@@ -12,10 +12,17 @@ from typing import Any, NamedTuple
 import click
 import msgspec
 
-from supervisor.cli.job_commands import JobHandle, job_options, job_options_waiting, send, status_from_journal
+from supervisor.cli.job_commands import (
+    JobHandle,
+    is_starting,
+    job_options,
+    job_options_waiting,
+    send,
+    status_from_journal,
+)
 from supervisor.cli.output import operator_name, print_answer, warn, writing
-from supervisor.config import read_plan
-from supervisor.errors import ControllerUnreachable, JobNotFound, UnbrokenError
+from supervisor.config import read_plan, working_folder
+from supervisor.errors import ControllerUnreachable, JobNotFound, JobStarting, UnbrokenError
 from supervisor.messages import CommandName, CommandRequest
 from supervisor.paths import LocalPaths, local_dir
 
@@ -36,7 +43,7 @@ def jobs(where: str, last: int, as_json: bool) -> None:
     """
     from supervisor.controller.client import jobs_of
 
-    folders = jobs_of(Path(where).absolute())
+    folders = jobs_of(working_folder() / where, also=is_starting)
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         answers = list(pool.map(_asked, folders[:last]))
     rows = [_row(folder, answer) for folder, answer in zip(folders, answers, strict=False)]
@@ -57,9 +64,10 @@ def _row(folder: Path, answer: dict[str, Any] | None) -> dict[str, Any]:
     try:
         found = JobHandle(str(folder), "", "").by_journal(status_from_journal) if answer is None else answer
     except UnbrokenError as error:
+        row["starting"] = isinstance(error, JobStarting)
         return row | {"name": folder.name, "problem": str(error)}
     fields = ("name", "state", "attempt", "step", "last_step", "incidents_total", "started_at", "ended_at", "waiting")
-    return row | {field: found[field] for field in fields} | {"problem": ""}
+    return row | {field: found[field] for field in fields} | {"problem": "", "starting": False}
 
 
 def _print_jobs(answer: dict[str, Any]) -> None:
@@ -69,7 +77,8 @@ def _print_jobs(answer: dict[str, Any]) -> None:
     for one in answer["jobs"]:
         folder = os.path.relpath(one["job_dir"])
         if one["problem"]:
-            cells.append((one["name"], "?", "", "", "", "", "", folder, one["problem"]))
+            state = "starting" if one["starting"] else "?"
+            cells.append((one["name"], state, "", "", "", "", "", folder, one["problem"]))
             continue
         step = "" if one["step"] is None else str(one["step"])
         step += f" of {one['last_step']}" if one["last_step"] is not None else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -75,7 +74,7 @@ async def _said(given: OpinionSettings) -> list[str]:
 
     config.check_opinion(given)
     price = config.opinion_price(os.environ)
-    if missing := config.missing_for_opinion(given, Path.cwd()):
+    if missing := config.missing_for_opinion(given, config.working_folder()):
         raise ConfigError(missing)
     python = training_python("python", True, os.environ) if given.backend == "transformers" else ""
     backend = backend_of(given, python)

@@ -241,7 +241,7 @@ def _check(settings: config.Settings) -> None:
     settings.metrics.where(alone=True)
     config.check_opinion(settings.opinion)
     config.opinion_price(os.environ)
-    if missing := config.missing_for_opinion(settings.opinion, Path.cwd()):
+    if missing := config.missing_for_opinion(settings.opinion, config.working_folder()):
         warn(f"{missing}; without it there are no opinions")
     if settings.notify.to:
         from supervisor.controller.notify import check_notify
@@ -296,7 +296,7 @@ def controller(**given: object) -> None:
     settings = config.load_here().settings
     _check(settings)
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
-    sys.exit(service.main(words, config.absolute(settings, Path.cwd())))
+    sys.exit(service.main(words, config.absolute(settings, config.working_folder())))
 
 
 # ----- looking into things -----

@@ -52,7 +52,7 @@ def open_ledger() -> LedgerFolder:
     folder = config.load_here().settings.ledger.folder
     if not folder:
         raise ConfigError(NO_LEDGER)
-    return LedgerFolder(Path.cwd() / folder)
+    return LedgerFolder(config.working_folder() / folder)
 
 
 def answered(work: Callable[[], T], folder: Path, what: str = "the ledger") -> T:

@@ -83,4 +83,4 @@ def _correct_here(job: JobHandle, incident: str, failure_class: str, note: str) 
 def folder_of(job_dir: Path) -> Path:
     """Of the store that a job's controller uses, if it has the settings of here."""
     ledger = config.load_here().settings.ledger.folder
-    return incidents_folder(Path.cwd() / ledger if ledger else None, job_dir.absolute())
+    return incidents_folder(config.working_folder() / ledger if ledger else None, job_dir.absolute())

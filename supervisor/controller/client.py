@@ -17,7 +17,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,10 +94,13 @@ def _find(job_dir: str, cwd: Path) -> Path:
     return next((job for job in jobs if job.stat().st_uid == os.geteuid()), jobs[0])  # one's own come first
 
 
-def jobs_of(cwd: Path) -> list[Path]:
-    """The job folders under `unbroken-jobs`, the newest first. Raises JobNotFound where there is none, and OSError."""
+def jobs_of(cwd: Path, also: Callable[[Path], bool] = lambda _: False) -> list[Path]:
+    """The job folders under `unbroken-jobs`, the newest first. Raises JobNotFound where there is none, and OSError.
+
+    `also`: which folders count although no controller has ever begun a journal there.
+    """
     root = cwd / "unbroken-jobs"
-    jobs = [path for path in root.iterdir() if _is_job(path)] if root.is_dir() else []
+    jobs = [path for path in root.iterdir() if _is_job(path) or also(path)] if root.is_dir() else []
     if not jobs:
         raise JobNotFound(f"no job under {root}: give its folder with --job-dir, or go to the folder it was started in")
     return sorted(jobs, key=_changed_at, reverse=True)
@@ -186,7 +189,8 @@ def _other_owner(job_dir: Path) -> int | None:
 
 
 def _changed_at(job: Path) -> float:
-    return max((path.stat().st_mtime for path in job.glob("journal.*.jsonl")), default=0.0)
+    files = (*job.glob("journal.*.jsonl"),) or job.glob("leases/*.json")  # it has just begun
+    return max((path.stat().st_mtime for path in files), default=0.0)
 
 
 class CpuUse(NamedTuple):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import re
 import secrets
 import socket
 import threading
@@ -33,6 +34,7 @@ LOOK_S = 0.25
 SIZE = 2048
 """Bytes of the file. It never grows: each beat overwrites it in place, which works on a full disk, too."""
 LAST_WRITE_S = 2.0
+JOURNAL = re.compile(r"journal\.(\d{1,9})\.jsonl")
 
 LeaseState = Literal["free", "lives", "unknown"]
 
@@ -52,11 +54,13 @@ class Holder(Frozen, frozen=True, kw_only=True):
     """Unix time, by its own clock: for people only."""
     scheduler_job: str = ""
     requeues: int = 0
+    journal: int | None = None
+    """The newest journal's number when this life began, 0: none; its own controller begins another. None: not known."""
     beat: int = 0
     ended: bool = False
 
 
-def holder_here(node: str, scheduler_job: str, requeues: int) -> Holder:
+def holder_here(node: str, scheduler_job: str, requeues: int, journal: int | None = None) -> Holder:
     """This process as the holder of a new lease."""
     boot_id, pid_namespace = Here.find()
     pid = os.getpid()
@@ -72,6 +76,7 @@ def holder_here(node: str, scheduler_job: str, requeues: int) -> Holder:
         since=time.time(),
         scheduler_job=scheduler_job,
         requeues=requeues,
+        journal=journal,
     )
 
 
@@ -235,6 +240,21 @@ def _journals(job_dir: Path) -> bytes:
     with os.scandir(job_dir) as entries:
         sizes = [(one.name, one.stat().st_size) for one in entries if one.name.startswith("journal.")]
     return repr(sorted(sizes)).encode()
+
+
+def newest_journal(job_dir: Path) -> int:
+    """The number of the newest journal; 0: there is none. Raises OSError."""
+    try:
+        with os.scandir(job_dir) as entries:
+            names = (JOURNAL.fullmatch(entry.name) for entry in entries)
+            return max((int(name[1]) for name in names if name), default=0)
+    except FileNotFoundError:
+        return 0
+
+
+def has_begun(job_dir: Path, holder: Holder) -> bool:
+    """Whether a controller of the life of `holder` has begun its journal. Raises OSError."""
+    return newest_journal(job_dir) > (holder.journal or 0)
 
 
 def who_holds(holder: Holder) -> str:

@@ -39,7 +39,7 @@ from supervisor.mover.copying import CopyError, make_private
 from supervisor.mover.publish import same_file_system, why_full, why_not_published
 from supervisor.node_health.storage import mount_of, parse_mountinfo
 from supervisor.paths import JOBS, LocalPaths, local_dir, start_time, write_atomically
-from supervisor.run.lease import Holder, Lease, holder_here, take
+from supervisor.run.lease import Lease, holder_here, newest_journal, take
 from supervisor.run.namesakes import namesakes
 from supervisor.run.torchrun_options import TorchrunCommand, read_command, starts_with_omp_default
 from supervisor.training import launcher_variables, write_stub
@@ -138,7 +138,7 @@ def prepare(options: RunOptions, command: Sequence[str], environment: Mapping[st
     local = take_local_folder(name, job_dir, node)
     lease: Lease | None = None
     try:
-        lease = _lease(options, read, index, job_dir, holder_here(node, job_id, int(scheduler.get("requeues", 0))))
+        lease = _lease(options, read, index, job_dir, node, job_id, int(scheduler.get("requeues", 0)))
         slots, about_memory = _slots(read, environment)
         launcher_argv, launcher_env = _launcher(read, name, python, node, local.paths, environment)
         if options.traceable:
@@ -498,12 +498,22 @@ def _check_token(job_dir: Path, options: RunOptions) -> None:
         raise LaunchRefused(f"the job's token {path} is not used: {error.strerror or error}") from None
 
 
-def _lease(options: RunOptions, read: TorchrunCommand, index: int | None, job_dir: Path, mine: Holder) -> Lease | None:
+def _lease(
+    options: RunOptions,
+    read: TorchrunCommand,
+    index: int | None,
+    job_dir: Path,
+    node: str,
+    scheduler_job: str,
+    requeues: int,
+) -> Lease | None:
     """The lease of the job, if this is the first node of a new life; None: it joins one. Raises LaunchRefused."""
     several = read.nodes_max > 1 or options.run.spares > 0
     if options.run.controller or options.spare or (index and several):
         return None
     try:
+        journal = None if has_service(job_dir, options.settings) else newest_journal(job_dir)
+        mine = holder_here(node, scheduler_job, requeues, journal)
         return take(job_dir, mine, joins=several and index is None, say=say)
     except JobRunsAlready as error:
         raise LaunchRefused(str(error)) from None

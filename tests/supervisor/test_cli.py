@@ -43,7 +43,7 @@ from supervisor.messages import (
     WorkersStarted,
     encode,
 )
-from supervisor.run.lease import holder_here, take
+from supervisor.run.lease import holder_here, newest_journal, take
 
 AT = 1_767_225_600.0
 SPEC = JobSpec(name="llama", command=("torchrun", "train.py"))
@@ -295,6 +295,43 @@ def test_a_job_that_is_starting_is_told_so_before_there_is_a_journal(job: Path) 
         assert f"process {os.getpid()}" in told
     lease.give_up()
     assert read("status", cwd=job)["name"] == "llama", "it has ended before it began: the newest job is another"
+
+
+def test_a_second_life_is_starting_until_its_own_journal_begins(job: Path) -> None:
+    folder = job / "unbroken-jobs" / "llama"
+    lease = take(folder, holder_here("n0", "", 0, newest_journal(folder)), joins=False, say=print)
+    assert lease is not None
+    for command in ("status", "stop"):
+        assert "job llama is starting" in unbroken(command, cwd=job, code=66)
+    listed = read("jobs", cwd=job)["jobs"]
+    assert [(one["name"], one["starting"]) for one in listed] == [("llama", True)]
+    journal, _ = open_journal(folder)
+    journal.write([Entry("event", AT, encode(ControllerStarted(at=AT, epoch=journal.epoch)))])
+    assert read("status", cwd=job)["name"] == "llama"
+    journal.close()
+    lease.give_up()
+
+
+def test_no_life_starts_where_a_standing_controller_has_the_journal(job: Path) -> None:
+    lease = take(job / "unbroken-jobs" / "llama", holder_here("n0", "", 0), joins=False, say=print)
+    assert lease is not None
+    assert read("status", cwd=job)["name"] == "llama"
+    lease.give_up()
+
+
+@pytest.mark.parametrize("command", ["status", "jobs", "why last", "stop", "check", "qualify", "nodes", "run true"])
+def test_a_command_in_a_folder_that_was_removed_says_so(tmp_path: Path, command: str) -> None:
+    gone, before = tmp_path / "gone", Path.cwd()
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    try:
+        done = CliRunner().invoke(main, command.split())
+    finally:
+        os.chdir(before)
+    assert isinstance(done.exception, SystemExit), done.exception
+    assert done.exit_code == 78
+    assert "was removed" in done.output
 
 
 def test_errors_say_what_to_do(tmp_path: Path, job: Path) -> None:

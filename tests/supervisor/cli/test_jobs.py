@@ -16,6 +16,7 @@ from supervisor.cli.main import HELP, main
 from supervisor.config import NodePlan
 from supervisor.controller.journal import Entry, open_journal
 from supervisor.messages import ControllerStarted, JobDefined, JobSpec, encode
+from supervisor.run.lease import holder_here, take
 
 AT = 1_767_225_600.0
 SPEC = JobSpec(name="llama", command=("torchrun", "train.py"))
@@ -92,6 +93,15 @@ def test_jobs_are_listed_newest_first_and_one_that_cannot_be_read_does_not_hide_
     assert shown.returncode == 0
     assert "llama" in shown.stdout
     assert json.loads(unbroken("jobs", "--last", "1", "--json", cwd=place).stdout)["left_out"] == 2
+
+
+def test_a_job_is_listed_before_its_controller_has_begun(place: Path) -> None:
+    lease = take(place / "unbroken-jobs" / "begins", holder_here("n0", "", 0, 0), joins=False, say=print)
+    assert lease is not None
+    listed = json.loads(unbroken("jobs", "--json", cwd=place).stdout)["jobs"]
+    assert [(one["name"], one["starting"]) for one in listed] == [("begins", True), ("llama", False), ("llama", False)]
+    lease.give_up()
+    assert len(json.loads(unbroken("jobs", "--json", cwd=place).stdout)["jobs"]) == 2
 
 
 def test_without_jobs_it_says_so(tmp_path: Path) -> None:
