@@ -350,7 +350,7 @@ _GIVES_UP: Final = re.compile(
 _STOPPED: Final = re.compile(
     r"timed[- ]?out|timeout after|\b(?:hung|stuck|unreachable|unavailable|lost|refused|mismatch|truncated|damaged"
     r"|denied|died|incompatible|(?:do|does|did) not (?:match|complete|find|answer)|gave up|err-?disabled|flap\w*"
-    r"|throttl\w+|asserted|enforced|killed|expired|exhausted|stalled|cancell?ed|disagree|malformed|diverged"
+    r"|throttl(?:ed|ing)|asserted|enforced|killed|expired|exhausted|stalled|cancell?ed|disagree|malformed|diverged"
     r"|(?:being|was|were|been) (?:preempted|reclaimed|evicted|deleted|revoked))\b"
     r"|\b(?:deleted|aborted|stopped) (?:by|via)\b",
     re.IGNORECASE,
@@ -410,10 +410,9 @@ _DOUBT: Final = re.compile(
 )
 """Words of trouble that no rule knows, and a code that is not 0 at the end of a line."""
 _NO_DOUBT: Final = re.compile(
-    r"\b(?:no|not|(?<![.\d-])(?<!\d:)0(?![.:])|zero|without|any|if|retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back"
-    r"|deprecat\w+|warn\w*|accuracy|loss"
-    r"|perplexity)\b"
-    r"|\b(?:errors?|fail(?:ed|ures?)?|corrected|uncorrectable|invalid)\w{0,12}\s{0,2}[=:]\s{0,2}(?:0|none|false|null|no)\b"
+    r"\b(?:retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back|deprecat\w+|warn\w*|accuracy|loss|perplexity)\b"
+    r"|\b(?:errors?|fail(?:ed|ures?)?|corrected|uncorrectable|invalid)\w{0,12}(?: \w{1,12}){0,2}"
+    r"\s{0,40}[=:]\s{0,2}(?:0|none|false|null|no)\b"
     r"|\bINFO\b|\bDEBUG\b|\bbusbw\b|NOT been destroyed"
     r"|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback|analysis)"
     r"|\b(?:failed|error)[,;] (?:using|trying)\b",
@@ -421,11 +420,26 @@ _NO_DOUBT: Final = re.compile(
 )
 
 
-def trouble(lines: Sequence[str]) -> int | None:
-    """The first of these lines that sounds of trouble, though no rule knows it; None: there is none."""
+_NEGATED: Final = re.compile(r"(?i)\b(?:no|not|(?<![.\d-])(?<!\d:)0(?![.:])|zero|without|any|if)\b[^.;:]{0,80}$")
+"""Before a word of trouble: there is none."""
+
+
+def _sounds(text: str, *words: re.Pattern[str]) -> bool:
+    """A word of trouble that is not said to be absent."""
+    if _NO_DOUBT.search(text) is not None:
+        return False
+    told = (match.start() for one in words for match in one.finditer(text))
+    return any(_NEGATED.search(text[:start]) is None for start in told)
+
+
+def trouble(lines: Sequence[str], *, of_kernel: bool = False) -> int | None:
+    """The first of these lines that sounds of trouble, though no rule knows it; None: there is none.
+
+    The kernel tells of much that stops and goes on: fewer words count there.
+    """
+    words = (_DOUBT,) if of_kernel else (_DOUBT, _STOPPED)
     said = (split_prefix(line[:1000])[1] for line in lines)
-    found = (at for at, text in enumerate(said) if _DOUBT.search(text) is not None and _NO_DOUBT.search(text) is None)
-    return next(found, None)
+    return next((at for at, text in enumerate(said) if _sounds(text, *words)), None)
 
 
 def complains(line: str) -> bool:
@@ -485,9 +499,37 @@ def last_words(lines: Sequence[str], tiers: int = 3, known: Collection[str] = ()
     return LastWords(reading.failure_class, said[index], index, reading.confidence)
 
 
+_INTERRUPTED: Final = re.compile(
+    r"^\^[CZ]|\bkeyboard ?interrupt(?:s|ed|ion)?\b|\bSIGINT\b|\bctrl ?[+-] ?c\b"
+    r"|\b(?:signal|sig)[ :=]{0,3}(?:2|15)\b(?![.\d])|\b(?:got|caught|received|receives|on) (?:a )?SIGTERM\b"
+    r"|\b(?:interrupt(?:ed)?|abort(?:ed)?|cancell?ed|stopped|killed|terminated|halted|ended)\b.{0,20}"
+    r"\bby (?:(?:the |an )?(?:user|operator|person|admin\w*|hand)|SIG(?:TERM|INT|HUP))\b"
+    r"|\b(?:user|manual)(?:ly)?[- ](?:interrupt|abort|cancel|stop)\w*"
+    r"|\binterrupted (?:manually|from)\b|\binterrupt (?:was |is )?(?:received|caught|detected|signal)\b"
+    r"|\b(?:got|caught|received|on) (?:an? )?interrupt\b"
+    r"|^(?:\S{1,40}[:\]] ?)?interrupted\b[.!, ]{0,2}(?:exiting|stopping|saving|leaving|shutting|cleaning|$)"
+    r"|\b(?:run|study|training|trial|search|sweep|tuning|job|session)\b (?:was |is |has been )?interrupted\b",
+    re.IGNORECASE,
+)
+"""Somebody stopped it, as programs say it of themselves."""
+_HOW_TO: Final = re.compile(
+    r"\b(?:press|hit|use|type|send|to (?:stop|quit|exit|abort|cancel|interrupt)|you (?:can|may)|will|would|handlers?"
+    r"|install\w*|register\w*|ignor\w+|if|when|whether|on_\w+|except|unless|catch(?:es|ing)?)\b(?! (?:be|have) )",
+    re.IGNORECASE,
+)
+"""What tells of an interrupt that may come."""
+
+
+def _was_interrupted(text: str) -> bool:
+    found = _INTERRUPTED.search(text)
+    return found is not None and _HOW_TO.search(text[: found.end()]) is None
+
+
 def _complaint(text: str, is_last: bool) -> tuple[int, complaints.Complaint] | None:
     """What a line complains of, and how telling that is: a name (0), words of an error (1), other words (2)."""
     text = text[:MAX_WORDS]
+    if is_last and _was_interrupted(text):
+        return 1, complaints.Complaint(C.PREEMPTED_OR_CANCELLED, complaints.BY_NAME)
     gives_up = _GIVES_UP.search(text) is not None
     if not text or (rules.is_mere_warning(text.encode(errors="replace")) and not gives_up):
         return None
@@ -502,7 +544,7 @@ def _complaint(text: str, is_last: bool) -> tuple[int, complaints.Complaint] | N
     by_words = of_words.confidence >= complaints.BY_WORDS
     if marked:
         return (1, of_words) if by_words or is_last else None
-    sounds = gives_up or ((_DOUBT.search(text) or _STOPPED.search(text)) and not _NO_DOUBT.search(_LACKS.sub("", text)))
+    sounds = gives_up or _sounds(_LACKS.sub("", text), _DOUBT, _STOPPED)
     return (2, of_words) if sounds and is_last and by_words and of_words.failure_class not in _OPTIONAL else None
 
 
@@ -516,20 +558,33 @@ _KILLED: Final = re.compile(
     re.IGNORECASE,
 )
 _ASKED_TO_END: Final = re.compile(
-    r"^(?:\^C|hangup|terminated|interrupted?|(?:\w{1,12}: )(?:hangup|terminated|interrupt)\b.{0,200})$"
+    r"^(?:\^[CZ]|Aborted!|hangup|terminated|interrupted?|(?:\w{1,12}: )(?:hangup|terminated|interrupt)\b.{0,200})$"
     r"|\b(?:rc|return(?:ed|code)?|exit(?:ed|code)?|terminated)\b(?: (?:code|status|value|with)){0,3}"
     r"\s?[:=]?\s?(?:-(?:1|2|15)|129|130|143)\.?$",
     re.IGNORECASE,
 )
 """The last word of a shell or a launcher, or the number with which it says that a process ended."""
+_OF_SHELL: Final = re.compile(
+    r"^(?:\[\d{1,4}\]\s{0,3}[+-]?\s{1,4}(?:\d{1,9} )?|(?:zsh|fish|bash|ksh|sh): )"
+    r"(?:(?P<asked>stopped|suspended|terminated|hangup|interrupt)"
+    r"|(?P<ended>killed|exit:? [1-9]\d{0,2}|segmentation fault|aborted|bus error|illegal instruction"
+    r"|floating point exception|broken pipe))\b",
+    re.IGNORECASE,
+)
+"""How a shell tells what became of a job: `[1]+  Stopped   python train.py`."""
+_PROMPT: Final = re.compile(r"^\S{0,80}[$#%>]\s*$")
 
 
 def _last_word(lines: Sequence[str]) -> LastWords | None:
     """How the process ended, where the last line alone tells."""
-    last = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].strip()), None)
+    said = (
+        index for index in range(len(lines) - 1, -1, -1) if lines[index].strip() and not _PROMPT.match(lines[index])
+    )
+    last = next(said, None)
     text = "" if last is None else split_prefix(lines[last])[1].strip()[:MAX_WORDS]
-    asked = _ASKED_TO_END.search(text) is not None
-    if last is None or not (asked or _KILLED.search(text)):
+    job = None if last is None else _OF_SHELL.match(lines[last].strip()[:MAX_WORDS])
+    asked = _ASKED_TO_END.search(text) is not None or (job is not None and job["asked"] is not None)
+    if last is None or not (asked or job is not None or _KILLED.search(text)):
         return None
     return LastWords(C.PREEMPTED_OR_CANCELLED if asked else C.WORKER_CRASH, text, last, 0.5)
 

@@ -623,7 +623,7 @@ def _number(digits: bytes | None) -> int | None:
 
 WORDS: Final = tuple(
     b"step iter it/s s/it epoch loss train exiting finish complet done wandb exits run_stop runandtime result, final"
-    b" code".split()
+    b" code early".split()
 )
 """Every line that may show progress contains one of these words (in lower case)."""
 _FINISHED: Final = re.compile(
@@ -631,6 +631,12 @@ _FINISHED: Final = re.compile(
     rb"(?! (?:epoch|step|iter|batch|for)\b)"
     rb"|`?trainer\.fit`? stopped: `?max_|\bexiting program (?:after|at)\b|\bfinished training\b|\bdone training\b"
     rb"|\bearly[ _-]?stop\w{0,4}\b.{0,60}\b(?:stopping training|triggered)"
+    rb"|\bearly[ _-]?stop\w{0,4}\b,? (?:at|after|in|on|since|because)\b|(?:^|\d: |\] |- )early[ _-]?stop\w{0,4}[\s.!]*$"
+    rb"|\b(?:stopp|halt|end)(?:ed|ing) (?:the )?(?:training |run )?early\b"
+    rb"|\bpatience (?:is |was |has been )?(?:exhausted|exceeded|reached)\b"
+    rb"|\b(?:not|no) (?:\S{1,30} )?(?:improve|decrease|increase)\w{0,4}\b.{0,80}\b(?:early[ _-]?stop|stopp(?:ed|ing)\b)"
+    rb"|\breached (?:the )?max(?:imum)?[ _](?:epochs?|steps?|iters?|iterations?)\b.{0,20}\bstopp(?:ed|ing)\b"
+    rb"|^\[\d{1,4}\]\s{0,3}[+-]?\s{1,4}(?:\d{1,9} )?done\b"
     rb"|\btraining successfully\b|wandb: (?:run summary|synced)|\bprocess \d+ exits successfully"
     rb"|\"run_stop\"|^RUNANDTIME_STOP\b|^RESULT,\w"
     rb"|\b(?:saved|saving|wrote) (?:the )?final (?:model|checkpoint|weights)\b"

@@ -722,7 +722,8 @@ def _of_last_words(evidence: LogEvidence) -> list[Candidate]:
         if words is None:
             continue
         number = log.lines - len(log.tail) + 1 + words.line
-        if log.kind != "kernel" and shows_life(lines_after(log, number)):
+        stopped = words.failure_class is FailureClass.PREEMPTED_OR_CANCELLED  # who is stopped may tell how it ends
+        if log.kind != "kernel" and not stopped and shows_life(lines_after(log, number)):
             continue
         line = Evidence(text=words.text, source=log.source, line=number, node=log.node, rank=log.rank)
         how = "a task sleeps and cannot be woken" if words.is_asleep else "the log complains"

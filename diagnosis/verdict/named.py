@@ -110,6 +110,44 @@ def with_named(found: Verdict, best: Candidate, logs: Sequence[LogSummary]) -> V
     return msgspec.structs.replace(found, culprits=(more,))
 
 
+_HOSTS: Final = re.compile(
+    r"(?P<stem>[A-Za-z][\w.-]{0,80}?)(?:\[(?P<numbers>[\d,-]{1,400})\](?P<end>[\w.-]{0,80}))?(?:,|$)"
+)
+
+
+def nodes_of(text: str, most: int = MAX_EVERY) -> list[str]:
+    """The nodes of a list as Slurm writes it (`a1,k[07-08,11]`); empty: these are more."""
+    found: list[str] = []
+    for hosts in _HOSTS.finditer(text):
+        stem, end = hosts["stem"], hosts["end"] or ""
+        for part in (hosts["numbers"] or "").split(","):
+            first, _, last = part.partition("-")
+            if not first:
+                found.append(stem)
+                continue
+            if int(last or first) - int(first) >= most or len(found) > most:
+                return []
+            numbers = range(int(first), int(last or first) + 1)
+            found += [f"{stem}{one:0{len(first)}d}{end}" for one in numbers]
+    return found if len(found) <= most else []
+
+
+def with_single_nodes(found: Verdict) -> Verdict:
+    """The verdict with each node of a list by itself; a list of many nodes is no culprit."""
+    if not any("[" in one.node or "," in one.node for one in found.culprits):
+        return found
+    culprits: list[Culprit] = []
+    for one in found.culprits:
+        if "[" not in one.node and "," not in one.node:
+            culprits.append(one)
+            continue
+        nodes = nodes_of(one.node)
+        culprits += [msgspec.structs.replace(one, node=node) for node in nodes]
+        if not nodes and (one.rank is not None or one.gpu or one.name):
+            culprits.append(msgspec.structs.replace(one, node=""))
+    return msgspec.structs.replace(found, culprits=tuple(culprits)[:MAX_LISTED])
+
+
 class _Lines(NamedTuple):
     near: list[str]
     """The evidence, the lines from it on, and the lines before it."""

@@ -44,7 +44,7 @@ from diagnosis.verdict.candidates import (
     is_at_work,
     last_progress,
 )
-from diagnosis.verdict.named import with_named
+from diagnosis.verdict.named import with_named, with_single_nodes
 from diagnosis.verdict.weights import Points, current
 
 MAX_APART: Final = 2
@@ -97,7 +97,8 @@ def conclude(incident: Incident) -> Verdict:
         return with_named(healthy, nothing("no reading"), logs.logs)
     made_steps = any(log.progress_line is not None for log in logs.logs)
     found = [_once_and_again(one) if one.is_of_all or not made_steps else one for one in found]
-    return with_named(_with_target(_weighed(found, described)), ranked(found)[0], logs.logs)
+    judged = _with_target(with_single_nodes(_weighed(found, described)))
+    return with_single_nodes(with_named(judged, ranked(found)[0], logs.logs))
 
 
 def _with_target(found: Verdict) -> Verdict:
@@ -177,16 +178,50 @@ def _reported(lines: int, end: str) -> str:
 def _doubt(log: LogSummary) -> Evidence | None:
     """A line that sounds of trouble at the end of a log, after the last sign of progress."""
     first = log.lines - len(log.tail) + 1
-    skipped = max(0, (last_progress(log) or 0) + 1 - first)
-    # What the kernel only warns of is known, and no doubt.
+    progress = last_progress(log) or 0
+    skipped = max(0, progress + 1 - first)
+    # What the kernel only warns of is known, and no doubt. So is what was said before, and the work went on.
     known = {event.line for event in log.events}
+    known |= {match.last_line or match.line for match in log.matches if match.line < progress}
     if log.kind == "kernel":
         known |= {first + at for at in _of_a_boot(log.tail)}
-    found = exceptions.trouble(["" if first + at in known else text for at, text in enumerate(log.tail)][skipped:])
+    said = ["" if first + at in known else text for at, text in enumerate(log.tail)][skipped:]
+    found = exceptions.trouble(said, of_kernel=log.kind == "kernel")
+    if found is None and log.progress_line is None:
+        found = _strange(said, of_kernel=log.kind == "kernel")
     if found is None:
         return None
     text = log.tail[skipped + found].strip()[:300]
     return Evidence(text=text, source=log.source, line=first + skipped + found, node=log.node, rank=log.rank)
+
+
+def _strange(lines: Sequence[str], *, of_kernel: bool) -> int | None:
+    """A line about something that is not as it was, in words of a driver or a daemon that nobody knows; or a row of a
+    table whose state is another one than the good one of the rows beside it."""
+    found = next((at for at, text in enumerate(lines) if _STATES["strange"].search(text)), None)
+    rows: dict[str, list[tuple[int, str]]] = {}
+    for at, text in enumerate(lines if found is None and not of_kernel else ()):
+        row = _ROW.match(text)
+        if row is not None:
+            rows.setdefault(_NUMBER.sub("0", row["of"]), []).append((at, row["state"].lower()))
+    for told in rows.values():
+        well = [one for _, one in told if one in _WELL]
+        odd = [at for at, one in told if one not in _WELL and one not in _BUSY]
+        if len(well) > len(odd) and len(well) > 1 and odd:
+            return odd[0]
+    return found
+
+
+_ROW: Final = re.compile(
+    r"^(?P<of>\s{0,20}\S{1,40}[\s:=|-].{0,80}?)[\s:=|]{1,40}(?P<state>[A-Za-z]{2,20})[\s|.]{0,20}$"
+)
+"""`device 2  state ok`, `| card3 | healthy |`."""
+_WELL: Final = frozenset(
+    "ok okay ready healthy good up active online normal nominal pass passed present enabled optimal".split()
+)
+_BUSY: Final = frozenset(
+    "idle mix mixed alloc allocated busy running used free standby spare reserved yes on off no".split()
+)
 
 
 def _of_a_boot(lines: Sequence[str]) -> list[int]:

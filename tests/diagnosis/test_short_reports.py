@@ -19,7 +19,10 @@ def reports(name: str = "short_reports.txt") -> list[object]:
     return found
 
 
-@pytest.mark.parametrize(("accepted", "log"), [*reports(), *reports("short_complaints.txt")])
+FILES = ("short_reports.txt", "short_complaints.txt", "short_ends.txt", "short_devices.txt")
+
+
+@pytest.mark.parametrize(("accepted", "log"), [one for name in FILES for one in reports(name)])
 def test_a_reader_on_call_would_say_the_same(accepted: list[str], log: str) -> None:
     verdict = diagnose.answer([diagnose.read(io.BytesIO(log.encode()), "given.txt")])["verdict"]
     assert verdict["failure_class"] in accepted, verdict["why"]
@@ -29,3 +32,23 @@ def test_a_reader_on_call_would_say_the_same(accepted: list[str], log: str) -> N
 def test_listings_on_which_nothing_is_wrong_alarm_nobody(_name: list[str], log: str) -> None:
     verdict = diagnose.answer([diagnose.read(io.BytesIO(log.encode()), "given.txt")])["verdict"]
     assert verdict["failure_class"] in ("none", "unknown"), verdict["why"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        ("tux[12-13]", ["tux12", "tux13"]),
+        ("a1,b[02-03]", ["a1", "b02", "b03"]),
+        ("gpu[008-010]-ib", ["gpu008-ib", "gpu009-ib", "gpu010-ib"]),
+        ("tux[12-99]", []),
+        ("k[001-512]", []),
+        ("k[1-3],m[1-3]", []),
+    ],
+)
+@pytest.mark.parametrize(
+    "line", ["error: Nodes {} not responding, setting DOWN", "Not responding   slurm   2026-01-01T00:00:00 {}"]
+)
+def test_a_list_of_few_nodes_names_each_and_a_list_of_many_none(line: str, nodes: str, names: list[str]) -> None:
+    log = f"REASON  USER  TIMESTAMP  NODELIST\n{line.format(nodes)}\n"
+    verdict = diagnose.answer([diagnose.read(io.BytesIO(log.encode()), "given.txt")])["verdict"]
+    assert [one["node"] for one in verdict["culprits"]] == names
