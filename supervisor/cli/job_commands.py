@@ -522,11 +522,12 @@ def approve(job: JobHandle, what: str, site: bool, **options: Any) -> None:
 
     With INCIDENT: only if the plan belongs to it. With INCIDENT@VERSION, as `status` has it: only if it has not changed
     since. With NODE: swap it at the next checkpoint. With RULE@VERSION: accept that rule, which a model proposed;
-    `--dry-run` shows it.
+    `--dry-run` shows it. Before it drains a node for the whole cluster or interrupts the run, the command asks you (not
+    with `--yes`).
     """
     if site and not what.startswith(RULE_PREFIX):
         raise click.UsageError(f"--site is for rules that a model proposed: {RULE_PREFIX}...")
-    give(job, "approve", what, site=site, **options)
+    give(job, "approve", what, confirm="if_it_interrupts", site=site, **options)
 
 
 @click.command()
@@ -577,8 +578,7 @@ def give(
             warn(f"the job is {job.folder}, the newest here")
         answer = send(request, job)
         if answer.get("confirm"):
-            _confirm(request, answer)
-            answer = send(msgspec.structs.replace(request, confirm=""), job)
+            answer = _confirmed(request, answer, job)
     lines = [answer["would"]] if dry_run else answer["notes"] or [f"{name}: done"]
     print_answer(answer, as_json, lambda _: click.echo("\n".join(lines)))
     unknown = ExitCode.UNKNOWN_NODE if answer.get("unknown_node") else ExitCode.DONE
@@ -611,6 +611,21 @@ def dry_run_answer(request: CommandRequest, job: JobHandle) -> dict[str, Any]:
     from supervisor.controller.report import dry_run
 
     return job.by_journal(lambda folder: dry_run(folder, request.event(time.time(), request.by)))
+
+
+def _confirmed(request: CommandRequest, would: dict[str, Any], job: JobHandle) -> dict[str, Any]:
+    """Ask the user, and have done what was agreed to: where it has become another thing meanwhile, ask again."""
+    from supervisor.cli.watch import differs
+
+    while True:
+        _confirm(request, would)
+        now = send(request, job)
+        if not now.get("confirm"):
+            return now
+        if not differs(now, would):
+            return send(msgspec.structs.replace(request, confirm=""), job)
+        warn("the job has changed since: it would now do another thing")
+        would = now
 
 
 def _confirm(request: CommandRequest, answer: dict[str, Any]) -> None:

@@ -384,7 +384,8 @@ class ControlLoop:
             )
         if request.confirm:
             would = await self._dry_run(request.event(self.clock.now(), by, uid, role))
-            if request.confirm == "always" or would["interrupts"] or would["drains"]:
+            asks = request.confirm == "always" or would["interrupts"] or would["drains"]
+            if asks and not would["refused"]:
                 return {**would, "confirm": True}
         command = request.event(self.clock.now(), by, uid, role)
         try:

@@ -191,6 +191,7 @@ def test_a_live_controller_answers_and_takes_orders(live: Path) -> None:
 
 def test_what_hurts_is_asked_first(live: Path) -> None:
     assert "--yes" in unbroken("stop", cwd=live, code=2)
+    assert "--yes" not in unbroken("swap", "n9", "--now", cwd=live, code=1), "what is refused needs no answer"
     said = unbroken("stop", "--yes", "-m", "enough", cwd=live)
     assert f"the job is {live / 'unbroken-jobs' / 'llama'}, the newest here" in said, "nobody named it"
     assert "enough" in unbroken("timeline", cwd=live)

@@ -173,7 +173,7 @@ def test_many_who_look_are_served_some_at_a_time_and_a_command_does_not_wait_for
             most[0] = max(most[0], busy[0])
             assert goes_on.wait(60)
             busy[0] -= 1
-        return {"schema": 1, "would": "", "interrupts": False, "drains": []}
+        return {"schema": 1, "would": "", "refused": False, "interrupts": False, "drains": []}
 
     monkeypatch.setattr("supervisor.controller.report.dry_run", slow)
 

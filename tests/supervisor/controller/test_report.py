@@ -12,6 +12,7 @@ import pytest
 from diagnosis.incident import Verdict
 from diagnosis.signals import ExitRecord, RankSample
 from diagnosis.taxonomy import FailureClass
+from recovery.scheduling import LeavingNode
 from supervisor import messages as m
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, open_journal, read_history
@@ -76,7 +77,8 @@ def ask(make_driver: Any, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Nodes a and b run under Slurm, c is the spare; then what the order would do after `before`."""
 
     def answer(command: str, argument: str = "", before: Callable[[Any], None] = lambda _: None) -> dict[str, Any]:
-        driver = make_driver(VERDICT, nodes_min=2, nodes_max=2, scheduler="slurm", scheduler_job="7", spares=1)
+        slurm = {"scheduler": "slurm", "scheduler_job": "7", "swap_mode": "recommend"}
+        driver = make_driver(VERDICT, nodes_min=2, nodes_max=2, spares=1, **slurm)
         driver.join("a", "b")
         driver.join("c", spare=True)
         driver.up()
@@ -109,6 +111,14 @@ def test_a_swap_that_drains_the_node_later_says_so(before: str, drains: list[str
     found = ask("swap", "b", before=lambda driver: not before or driver.order(before, "b"))
     assert (found["interrupts"], found["drains"]) == (False, drains)
     assert ("slurm is asked to drain it then, for the whole cluster" in found["would"]) == bool(drains)
+
+
+def test_a_recommended_swap_that_is_approved_drains_the_node(ask: Any) -> None:
+    def recommended(driver: Any) -> None:
+        driver.tell(m.NodesLeaving, nodes=(LeavingNode(node="b", kind="drained", why="fans"),))
+
+    found = ask("approve", "b", before=recommended)
+    assert (found["refused"], found["interrupts"], found["drains"]) == (False, False, ["b"])
 
 
 def test_the_end_is_told_with_its_exit_code(ask: Any) -> None:
