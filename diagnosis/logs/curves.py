@@ -482,6 +482,8 @@ INPUT_SHARE: Final = 0.2
 STALL_S: Final = 0.02
 """Waiting for data that matters takes at least this many seconds a step."""
 MINUTE_S: Final = 60.0
+STEADY_SHARE: Final = 0.7
+"""A share that was less than this and the same from the first third of the run to the last is how this job is."""
 STALLS: Final = 5
 """This many values must show the wait."""
 
@@ -544,6 +546,7 @@ def _input(curves: Sequence[Curve]) -> list[Slowdown]:
     ranks = tuple(
         sorted(rank for rank, (one, _) in shares.items() if rank is not None and one >= INPUT_SHARE and one > 3 * usual)
     )
+    steady = not ranks and share < STEADY_SHARE and _is_steady(values)
     longest = max(stalls, key=lambda value: value.seconds)
     who = f" on {rank_names(ranks)}" if ranks else ""
     return [
@@ -552,10 +555,19 @@ def _input(curves: Sequence[Curve]) -> list[Slowdown]:
             ranks=ranks,
             cost_percent=round(100 * min(share, 0.99), 1),
             why=f"{100 * min(share, 0.99):.0f} % of the steps' time is spent waiting for data{who}",
-            confidence=0.45 if share < 0.35 else 0.65 if share < 0.5 else 0.85,
+            confidence=0.45 if share < 0.35 or steady else 0.65 if share < 0.5 else 0.85,
             evidence=(_evidence(longest, worst),),
         )
     ]
+
+
+def _is_steady(values: Sequence[_Value]) -> bool:
+    """It waited as long in the first third of the run as in the last."""
+    third = len(values) // 3
+    if third < LEAST_STEPS:
+        return False
+    before, after = (statistics.median(one.seconds for one in part) for part in (values[:third], values[-third:]))
+    return after <= 1.5 * before
 
 
 def _whole(values: Sequence[_Value], took: Sequence[_Value]) -> float:

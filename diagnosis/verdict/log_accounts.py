@@ -349,7 +349,7 @@ _TRAINS: Final = re.compile(
     r"\b\w{0,20}loss\w{0,20}['\"]?\s{0,3}[:=]\s{0,3}-?\d|\b(?:it/s|s/it)\b"
     r"|\b(?:step|iter|iteration|epoch)\b.{0,3}\s?\d.{0,200}\bloss\b"
     r"|\d ?(?:samples|images|imgs|examples|tokens|sequences|words|(?:src |tgt )?tok)/s(?:ec)?\b"
-    r"|\bAttempted loss scale: \d"
+    r"|\bAttempted loss scale: \d|(?:\b|_)(?:step|iter|iteration|batch)[_ ]time['\"]?\s{0,3}[:=]\s{0,3}\d"
     r"|\bloss(?: is)?\s{1,4}\d{1,6}\.\d|\"key\": \"(?:block|epoch|eval)_(?:start|accuracy)\"|\bGflop/s\)"
     r"|^(?!.{0,200}(?:[Dd]ownload|[Uu]pload|[Ee]xtract|[Ff]etch)).{0,200}\d{1,3}%\|[^|]{0,120}\| ?\d+/\d+ \[",
     re.IGNORECASE,

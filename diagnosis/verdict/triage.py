@@ -184,6 +184,8 @@ def _doubt(log: LogSummary) -> Evidence | None:
     known = {event.line for event in log.events}
     known |= {match.last_line or match.line for match in log.matches if match.line < progress}
     if log.kind == "kernel":
+        known |= {first + at for at in _of_a_family(log)}
+    if log.kind == "kernel":
         known |= {first + at for at in _of_a_boot(log.tail)}
     said = ["" if first + at in known else text for at, text in enumerate(log.tail)][skipped:]
     found = exceptions.trouble(said, of_kernel=log.kind == "kernel")
@@ -193,6 +195,19 @@ def _doubt(log: LogSummary) -> Evidence | None:
         return None
     text = log.tail[skipped + found].strip()[:300]
     return Evidence(text=text, source=log.source, line=first + skipped + found, node=log.node, rank=log.rank)
+
+
+_FAMILIES: Final = (
+    re.compile(r"\b(?:EDAC|MCE|mce|Machine [Cc]heck|Hardware Error|CPER|GHES)\b"),
+    re.compile(r"\b(?:AER|pcieport|PCIe Bus Error)\b"),
+)
+"""Reports of many lines of which the kernel's table knows the one that tells."""
+
+
+def _of_a_family(log: LogSummary) -> list[int]:
+    """Lines of reports of which the one that tells is known, and is a warning only."""
+    told = [one for one in _FAMILIES if any(one.search(event.text) for event in log.events)]
+    return [at for at, text in enumerate(log.tail) if any(one.search(text) for one in told)]
 
 
 def _strange(lines: Sequence[str], *, of_kernel: bool) -> int | None:
