@@ -11,7 +11,7 @@ import os
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Final, NamedTuple, cast
 
@@ -222,9 +222,6 @@ def parameters_by_optimizer(names: Iterable[str]) -> frozenset[str]:
 
 
 # ----- whether their numbers are finite -----
-
-Read = Callable[[str, int, int], bytes]
-"""Path, offset and size -> the bytes (fewer at the end of the file)."""
 
 _TOP_ONES: Final = bytes(1 if byte & 0x7F == 0x7F else 0 for byte in range(256))
 _HALF_ONES: Final = bytes(1 if byte & 0x7C == 0x7C else 0 for byte in range(256))

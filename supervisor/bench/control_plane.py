@@ -66,7 +66,6 @@ GROWTH: Final = (
     "mass_journal_mb",
 )
 """Figures whose growth with the number of nodes is told, as an exponent (1: in proportion)."""
-EXPONENT_GOAL: Final = 1.1
 _LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (\w+) +\S+ (.*)")
 
 Say = Callable[[str], None]
