@@ -8,7 +8,7 @@ from pathlib import Path
 
 import rigging
 
-rigging.sign_in()
+rigging.sign_in(collected=True)
 
 import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import rigging
 
-rigging.sign_in()
+rigging.sign_in(collected=True)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
