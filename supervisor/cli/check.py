@@ -235,8 +235,12 @@ def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> Sit
     try:
         if root is not None and not named:
             own = ProbeContext(root=root).path(str(config.SITE_PATH))
-            return config.load_site(str(own)) if os.path.isfile(own) else config.SiteFile()
-        return config.load_site(named or config.load_here().settings.run.site_file)
+            found = config.load_site(str(own)) if os.path.isfile(own) else config.SiteFile()
+        else:
+            found = config.load_site(named or config.load_here().settings.run.site_file)
+        for problem in alert_problems(found):
+            warn(problem)
+        return found
     except (ConfigError, OSError) as error:
         if lenient:
             warn(f"the site file is not used: {error}")
@@ -246,6 +250,15 @@ def _site(named: str, root: Path | None, *, lenient: bool, as_json: bool) -> Sit
         source = "standalone" if root is None else "root"
         write_answer(_nothing_seen(str(error), ExitCode.NOT_KNOWN, source), as_json, lambda _: None)
         sys.exit(ExitCode.NOT_KNOWN)
+
+
+def alert_problems(site: SiteFile) -> tuple[str, ...]:
+    """What is wrong with the site's rules of alerts."""
+    if not site.alert:
+        return ()
+    from supervisor.controller.alerts import site_rules
+
+    return site_rules(site.alert, site.path).problems
 
 
 def _answer(options: Options, form: str | None, *, as_json: bool, listed: bool, verbose: bool) -> int:

@@ -20,7 +20,7 @@ from supervisor import config
 from supervisor.cli.active import qualify
 from supervisor.cli.advise import advise
 from supervisor.cli.bundle import bundle
-from supervisor.cli.check import check
+from supervisor.cli.check import alert_problems, check
 from supervisor.cli.checkpoints import group as checkpoints
 from supervisor.cli.docs import completion, docs, slurm_template
 from supervisor.cli.drain_requests import drain_requests
@@ -243,6 +243,8 @@ def _check(settings: config.Settings) -> None:
     config.opinion_price(os.environ)
     if missing := config.missing_for_opinion(settings.opinion, config.working_folder()):
         warn(f"{missing}; without it there are no opinions")
+    for problem in alert_problems(config.load_site_or_default(settings.run.site_file)[0]):
+        warn(problem)
     if settings.notify.to:
         from supervisor.controller.notify import check_notify
 
@@ -310,6 +312,9 @@ def print_config(as_json: bool) -> None:
     from supervisor.controller.notify import shown
 
     loaded = config.load_here()
+    site, problem = config.load_site_or_default(loaded.settings.run.site_file)
+    for wrong in (*filter(None, (problem,)), *alert_problems(site)):
+        warn(wrong)
     to = loaded.settings.notify.to  # a webhook's address is a secret
     notify = config.NotifySettings(to=shown(to) if isinstance(to, str) else tuple(map(shown, to)))
     settings = msgspec.structs.replace(loaded.settings, notify=notify)

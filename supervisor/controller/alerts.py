@@ -38,6 +38,7 @@ TEXT_LIMIT: Final = 200
 SHOWN: Final = 20
 """Names in an answer."""
 _REGEX: Final = re.compile(r"[\\^$+?()\[\]{}|]|\.\*")
+_HEAD: Final = re.compile(r"\s*\[\[\s*[\"']?alert[\"']?\s*\]\]")
 NO_REGEX: Final = (
     "`*` stands for any text, and nothing else is special: "
     'in place of "Port(Flap|Down).*" write ["PortFlap*", "PortDown*"]'
@@ -105,6 +106,12 @@ class Translated(NamedTuple):
     answer: AlertsPosted
 
 
+class SiteRules(NamedTuple):
+    rules: tuple[AlertRule, ...]
+    problems: tuple[str, ...]
+    """What is wrong with each rule that is not used: file and line."""
+
+
 class _RuleFile(msgspec.Struct, forbid_unknown_fields=True):
     alert: list[AlertRule] = []
 
@@ -125,6 +132,37 @@ def read_rules(rows: Sequence[Mapping[str, Any]], where: str) -> tuple[AlertRule
     except ValueError as error:
         raise ConfigError(f"{where}: {str(error).replace('`$.', '`')}") from None
     return tuple(found)
+
+
+def site_rules(rows: Sequence[Mapping[str, Any]], path: str) -> SiteRules:
+    """The rules of the site file at `path` that can be used, and what is wrong with each other one.
+
+    Behind one that cannot be used no rule proposes a swap: that one may have been there to prevent it.
+    """
+    lines = _places(Path(path), len(rows)) if rows else ()
+    found: list[AlertRule] = []
+    problems: list[str] = []
+    for number, row in enumerate(rows):
+        where = f"{path}, line {lines[number]}" if lines else f"{path}, [[alert]] {number + 1}"
+        try:
+            (rule,) = read_rules([row], where)
+        except ConfigError as error:
+            name = "" if not isinstance(row.get("id"), str) else f" (alert {clean_line(row['id'], 60)!r})"
+            problems.append(f"{str(error).replace('[0]`', '`')}{name}: this rule is not used")
+            continue
+        is_bound = rule.severity == "swap" and bool(problems)
+        found.append(msgspec.structs.replace(rule, severity="tell") if is_bound else rule)
+    return SiteRules(tuple(found), tuple(problems))
+
+
+def _places(path: Path, count: int) -> tuple[int, ...]:
+    """The line of each `[[alert]]`; empty: they cannot be told."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ()
+    found = tuple(number for number, line in enumerate(text.splitlines(), 1) if _HEAD.match(line))
+    return found if len(found) == count else ()
 
 
 def _patterns(given: str | tuple[str, ...]) -> tuple[str, ...]:

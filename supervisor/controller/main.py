@@ -349,15 +349,15 @@ def _memory_folder(settings: config.Settings, job_dir: Path) -> Path:
 
 
 def alert_receiver(control: ControlLoop, named: str) -> AlertReceiver:
-    """With the site's rules before ours. A rule that cannot be used takes all of the site's with it, and is told of."""
-    from supervisor.controller.alerts import RULES, AlertReceiver, JobOfAlerts, KnownNode, read_rules
+    """With the site's rules before ours. One that cannot be used is left out, and told of."""
+    from supervisor.controller.alerts import RULES, AlertReceiver, JobOfAlerts, KnownNode, read_rules, site_rules
 
     job, own = control.job, read_rules(config.read_toml(RULES)["alert"], RULES.name)
     site_file, _ = config.load_site_or_default(named)
-    try:
-        own = (*read_rules(site_file.alert, site_file.path), *own)
-    except ConfigError as error:
-        log.warning("the site's rules of alerts are not used: %s", error)
+    site = site_rules(site_file.alert, site_file.path)
+    own = (*site.rules, *own)
+    for problem in site.problems:
+        log.warning("%s", problem)
 
     def nodes() -> list[KnownNode]:
         return [

@@ -12,14 +12,18 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from supervisor.config import read_toml
+from supervisor.cli.main import main as command_line
+from supervisor.config import load_site, read_toml
 from supervisor.controller import access, alerts
 from supervisor.controller.alerts import KnownNode, PostedAlert, Webhook, changed, read_rules, translate
 from supervisor.controller.client import ControllerClient
+from supervisor.controller.main import alert_receiver
 from supervisor.errors import AccessRefused, ConfigError
 from supervisor.messages import AlertsSeen, OutsideAlert
 from supervisor.wire.access import derived_token
@@ -127,6 +131,32 @@ def test_a_site_decides_what_is_a_suspect() -> None:
 def test_a_rule_that_cannot_be_used_is_named(row: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"site\.toml"):
         read_rules([row], "site.toml")
+
+
+def test_one_bad_rule_leaves_the_others_but_no_swap_behind_it(tmp_path: Path) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text(
+        '# [[alert]] in a comment\n[[alert]]\nid = "a"\nmatch = {x = "1"}\nseverity = "swap"\n'
+        '[[ alert ]]\nid = "b"\nmatch = {x = "1.*"}\n[[alert]]\nid = "c"\nmatch = {x = "2"}\nseverity = "swap"\n'
+    )
+    found = alerts.site_rules(load_site(str(site)).alert, str(site))
+    assert [(rule.id, rule.severity) for rule in found.rules] == [("a", "swap"), ("c", "tell")]
+    (problem,) = found.problems
+    assert f"{site}, line 6" in problem
+    assert "'b'" in problem
+    control = SimpleNamespace(job=None, submit=None)
+    assert [rule.id for rule in alert_receiver(control, str(site))._rules[:2]] == ["a", "c"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("command", [["config"], ["check", "--only", "uptime"], ["run", "true"]])
+def test_a_bad_rule_is_named_to_who_can_mend_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("site.toml").write_text('[[alert]]\nid = "b"\nmatch = {}\n')
+    Path("unbroken.toml").write_text("[run]\nsite_file = 'site.toml'\n")
+    monkeypatch.setattr("supervisor.run.front.main", lambda *_: 0)
+    assert "site.toml, line 1" in CliRunner().invoke(command_line, command).output
 
 
 @pytest.mark.parametrize(
