@@ -27,7 +27,7 @@ MAX_FORM: Final = 1_000
 NEW_FORMS: Final = 300
 """The last so many lines of new forms in a block are read. (Logs where each line is new are none that a reader could
 compare; and they are to be read at the speed of the others.)"""
-LINES_OF_A_SHAPE: Final = 15
+LINES_OF_A_SHAPE: Final = 5
 LEAST_LINES: Final = 10_000
 SAMPLED: Final = 8
 LEAST_SAMPLE: Final = 16 * 1024
@@ -106,42 +106,49 @@ class TemplateBook:
     def feed(self, source: str, block: bytes, first_line: int, rank: int | None = None) -> None:
         """Whole lines of one log, without the last newline; `first_line`: the number of the first, from 1."""
         log = self._logs.setdefault(source, _Log())
-        if log.is_noisy and self.lines[source] > self._all_lines:
+        sampled = log.is_noisy and self.lines[source] > self._all_lines
+        if sampled:
             start = block.find(b"\n", max(0, len(block) - max(len(block) // SAMPLED, LEAST_SAMPLE))) + 1
             skipped = block.count(b"\n", 0, start)
             block, first_line = block[start:], first_line + skipped
             self.lines[source] += skipped
-        lines = block.split(b"\n")
         forms = shape(block).split(b"\n")
+        ends = list(itertools.accumulate(map(len, forms)))
+
+        def line(at: int) -> bytes:
+            """A form is as long as its line, so only lines that are kept are cut out."""
+            end = ends[at] + at
+            return block[end - len(forms[at]) : end]
+
         counts = Counter(forms)
         last = dict(zip(forms, range(len(forms)), strict=True))
         here = {form: log.by_form[form] for form in counts.keys() & log.by_form.keys()}
         unknown = counts.keys() - here.keys()
         first = last
-        log.is_noisy = len(unknown) > NEW_FORMS // SAMPLED
+        log.is_noisy = len(unknown) * (SAMPLED if sampled else 1) > NEW_FORMS // SAMPLED
         if len(unknown) > NEW_FORMS:
             # Those near the end, whose only line most likely is the last one.
             kept = set(itertools.islice(filter(unknown.__contains__, reversed(forms)), NEW_FORMS))
-            others = self._tally(log, OTHERS, OTHERS, lines[0], first_line)
+            others = self._tally(log, OTHERS, OTHERS, line(0), first_line)
             others.count += sum(counts.values()) - sum(counts[form] for form in itertools.chain(kept, here))
             unknown = kept
         elif unknown:
             first = dict(zip(reversed(forms), range(len(forms) - 1, -1, -1), strict=True))
         ordered = sorted(unknown, key=first.__getitem__)
         for form, key in zip(ordered, _keys([_shown(form) for form in ordered]), strict=True) if ordered else ():
-            here[form] = self._tally(log, form, key, lines[first[form]], first_line + first[form])
+            here[form] = self._tally(log, form, key, line(first[form]), first_line + first[form])
         for form, tally in here.items():
             tally.count += counts[form]
             at = last[form]
             if first_line + at >= tally.last_line:
-                tally.last_line, tally.last = first_line + at, lines[at]
+                tally.last_line, tally.last = first_line + at, line(at)
             if rank is not None:
                 tally.ranks[rank] = tally.ranks.get(rank, 0) + counts[form]
         if rank is None:
-            _count_ranks(here, lines, forms)
+            _count_ranks(here, block, forms)
         for tally in here.values():
             tally.last = _shown(tally.last)
-        self.lines[source] += len(lines)
+        self.lines[source] += len(forms)
 
     def _tally(self, log: _Log, form: bytes, key: bytes, line: bytes, number: int) -> _Tally:
         """The tally of a form that was not looked up before."""
@@ -186,12 +193,12 @@ def _keys(shown: Sequence[bytes]) -> list[bytes]:
     return text.split(b"\n")
 
 
-def _count_ranks(here: Mapping[bytes, _Tally], lines: Sequence[bytes], forms: Iterable[bytes]) -> None:
+def _count_ranks(here: Mapping[bytes, _Tally], block: bytes, forms: Iterable[bytes]) -> None:
     """Count the lines of each rank, by their prefixes: the form tells whether there is one."""
     prefixed = {form for form in here if (found := _PREFIX.match(form)) is not None and (found[1] or found[2])}
     if not prefixed:
         return
-    counted = Counter(zip(forms, [line[:PREFIX_BYTES] for line in lines], strict=True))
+    counted = Counter(zip(forms, [line[:PREFIX_BYTES] for line in block.split(b"\n")], strict=True))
     for (form, start), count in counted.items():
         found = _PREFIX.match(start) if form in prefixed else None
         if found is not None and (found[1] or found[2]):
