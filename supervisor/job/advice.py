@@ -38,6 +38,8 @@ LEAST_WINDOWS = 3
 """Of undisturbed training, before its pace is known."""
 ENOUGH = 3
 """Failures, and saves, before `status` gives advice."""
+LEAST_TRAINED_S = 1800.0
+"""And training: failures within seconds tell of the start, and no rate."""
 MATTERS = 0.01
 """And so much useful time to gain, whatever the likely failure rate."""
 
@@ -333,7 +335,7 @@ class JobAdvice(Frozen, frozen=True, kw_only=True):
     lacks: tuple[str, ...]
     """What is not known, or known too little, in words."""
     enough: bool
-    """There is enough data: a save's stall, and three failures and saves of the job's own."""
+    """There is enough data: a save's stall, and three failures and saves in half an hour of training or more."""
     matters: bool
     """And enough to gain: `status` tells."""
 
@@ -359,7 +361,12 @@ def advice_of(seen: Measured) -> JobAdvice:
         lacks.append("the run has not made a step yet, so what a restart costs is not known")
     elif seen.restart_s is None:
         lacks.append("no restart was seen: one is taken for as long as the first start")
-    if seen.failures_seen < ENOUGH:
+    if seen.trained_s < LEAST_TRAINED_S:
+        lacks.append(
+            f"too little data: the job has trained for {seen.trained_s:.3g} s, and less than half an hour tells no "
+            "rate of failures"
+        )
+    elif seen.failures_seen < ENOUGH:
         lacks.append(
             f"too little data: failures of this job so far: {seen.failures_seen} in {seen.node_days:.3g} node-days; "
             "the rate is largely that of published fleets"
@@ -381,7 +388,8 @@ def advice_of(seen: Measured) -> JobAdvice:
         interval_s=seen.interval_s,
     )
     advice = advise(figures)
-    enough = seen.stall_s is not None and min(seen.saves, seen.failures_seen) >= ENOUGH
+    counted = min(seen.saves, seen.failures_seen) >= ENOUGH and seen.trained_s >= LEAST_TRAINED_S
+    enough = seen.stall_s is not None and counted
     matters = enough and advice.gain_low is not None and advice.gain_low >= MATTERS
     return msgspec.structs.replace(told, figures=figures, advice=advice, enough=enough, matters=matters)
 

@@ -264,6 +264,18 @@ def test_a_job_that_runs_computes_at_most_once_a_minute(training: Any) -> None:
     assert online.of(job.run.job, job.run.now).measured.saves > first.measured.saves
 
 
+def test_failures_within_seconds_tell_no_rate(training: Any) -> None:
+    job = training()
+    for _ in range(3):
+        job.until(job.run.now + 3000.0)
+        job.fail()
+    seen = job.measured
+    assert advice_of(seen).enough
+    told = advice_of(msgspec.structs.replace(seen, trained_s=12.0))
+    assert (told.enough, told.matters) == (False, False)
+    assert len(told.lacks) > len(advice_of(seen).lacks)
+
+
 def test_the_gauge_is_there_once_there_is_enough_data(training: Any) -> None:
     job = training()
 
