@@ -175,12 +175,15 @@ class ClusterLedger:
             yield from self._write(CordonLifted(node=self._name(name), lifts=entries, repair=reason[:TEXT_LIMIT]), by)
 
     def failed(self, incident: str, verdict: Verdict | None) -> Wants:
-        """An incident is closed: nodes that it proves to be the cause have failed."""
+        """An incident is closed: nodes that it proves to be the cause have failed. One whose `unbroken run` somebody
+        has killed is as good as before."""
         if verdict is None or verdict.confidence < SURE_ENOUGH or TAXONOMY[verdict.failure_class].retry != "exclude":
             return
         told: set[str] = set()
         for culprit in verdict.culprits:
-            if culprit.node and culprit.node not in told:
+            known = self._nodes.get(culprit.node) if culprit.node else None
+            killed = verdict.failure_class is FailureClass.NODE_FAILURE and known is not None and known.front_ended
+            if culprit.node and culprit.node not in told and not killed:
                 told.add(culprit.node)
                 what = NodeFailed(
                     node=self._name(culprit.node),

@@ -305,3 +305,23 @@ def test_the_end_of_the_job_writes_down_what_is_open(running: Callable[..., Any]
     assert records(driver.job, NodeFailed) == []
     driver.order("stop")
     assert [one.node for one in records(driver.job, NodeFailed)] == ["b"]
+
+
+@pytest.mark.parametrize(("event", "written"), [("killed", []), ("silent", ["b"])])
+def test_a_killed_front_is_no_failure_of_its_node(running: Callable[..., Any], event: str, written: list[str]) -> None:
+    driver = running("a", "b", ledger="propose")
+    driver.verdict = Verdict(
+        failure_class=FailureClass.NODE_FAILURE,
+        culprits=(Culprit(node="b"),),
+        confidence=0.95,
+        why="node b was lost",
+        action="restart",
+    )
+    if event == "killed":
+        driver.tell(m.StopRequested, node="b", signal="FRONT_GONE")
+    else:
+        driver.tell(m.NodeLost, node="b", silent_s=5.0)
+    driver.fire("evidence")
+    driver.order("stop")
+    assert driver.job.incidents.log.records
+    assert [one.node for one in records(driver.job, NodeFailed)] == written
