@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.snapshot_faults import mirrored, nodes, started_from, wait_mirrored
 
-pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.slow, pytest.mark.lasts(55)]
 
 Supervise = Callable[..., Any]
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.node_disks import Cluster
 
-pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.root, pytest.mark.slow, pytest.mark.lasts(70)]
 
 Supervise = Callable[..., Any]
 LOSES_PACKETS = ("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "8mbit", "burst", "4k", "limit", "12k")

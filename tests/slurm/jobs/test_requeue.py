@@ -57,7 +57,7 @@ def test_all_nodes_are_used_and_one_is_lost(cluster: Any, submit: Submit) -> Non
     assert [culprit["node"] for culprit in incident["verdict"]["culprits"]] == ["node3"]
 
 
-@pytest.mark.lasts(140)
+@pytest.mark.lasts(195)
 def test_the_first_node_is_lost(cluster: Any, submit: Submit) -> None:
     """With the batch script and the controller. Slurm lets the other node run on; that has the job started again."""
     job = submit(nodes=2)

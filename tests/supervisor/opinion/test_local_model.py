@@ -141,6 +141,7 @@ def _remember(seen: llm.ShownEvidence) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.lasts(50)
 def test_what_the_model_has_learnt_comes_back(model_folder: Path, question: llm.Question) -> None:
     opinion = ask(model_folder, question)
     assert opinion.failure_class is FailureClass.SCRIPT_ERROR

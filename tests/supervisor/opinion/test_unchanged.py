@@ -177,7 +177,7 @@ QUICK = ("gives_orders", "is_no_json", "lies", "never_answers")
     "chosen",
     [
         pytest.param(QUICK, id="some"),
-        pytest.param((), id="others", marks=[pytest.mark.slow, pytest.mark.lasts(50), pytest.mark.timeout(400)]),
+        pytest.param((), id="others", marks=[pytest.mark.slow, pytest.mark.lasts(125), pytest.mark.timeout(400)]),
     ],
 )
 def test_whatever_a_server_does_everything_is_as_it_was(
