@@ -130,7 +130,9 @@ def find_devices(bench: ActiveSetup, suite: Suite) -> Devices:
 
 def run_node(bench: ActiveSetup, devices: Devices, suite: Suite, tests: Sequence[str] = ()) -> list[Figure]:
     """Every device of the node at the same time; then copies between GPUs. `tests`: only these. Blocks."""
-    busy = busy_gpus() if devices.devices != ("cpu",) else {}
+    busy: dict[str, str] = {}
+    with contextlib.suppress(ActiveTestsImpossible):  # a driver that has begun to hang shows in the tests
+        busy = busy_gpus() if devices.devices != ("cpu",) else {}
     started = time.monotonic()
     order = {
         "do": "node",
@@ -179,11 +181,13 @@ BUSY_S: Final = 10.0
 
 
 def busy_gpus() -> dict[str, str]:
-    """GPU -> who else uses it, in words. Blocks."""
+    """GPU -> who else uses it, in words. Blocks. Raises ActiveTestsImpossible where the driver does not say."""
     try:
         answered = answer(table(), Options(only=BUSY, preflight=True, fresh=True, timeout_s=BUSY_S))
     except (CheckRefused, OSError):
         return {}
+    if answered.flaws:
+        raise ActiveTestsImpossible(f"it is not known who uses the GPUs ({clean_line(answered.flaws[0], 200)})")
     found = [one.check_state for one in answered.seen if one.check_state.status == "unhealthy"]
     return {one.result.gpu_uuid: clean_line(one.result.text, 200) for one in found if one.result.gpu_uuid}
 

@@ -111,7 +111,14 @@ def _look_around(options: ActiveOptions) -> None:
     from supervisor.active import neighbours
     from supervisor.active.suite import busy_gpus
 
-    why = neighbours.why_occupied(busy_gpus(), neighbours.PROC)
+    busy: dict[str, str] = {}
+    try:
+        busy = busy_gpus()
+    except ActiveTestsImpossible as error:
+        if not options.beside_jobs:
+            raise
+        warn(str(error))
+    why = neighbours.why_occupied(busy, neighbours.PROC)
     if why and not options.beside_jobs:
         raise ActiveTestsImpossible(
             f"this node is in use: {why}. The tests would slow it down and take its memory, so nothing was tested. Run "

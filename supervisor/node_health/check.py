@@ -235,7 +235,7 @@ def _setups(
             node=options.node,
             state_dir=str(state_dir) if state_dir is not None else "",
             site=options.site,
-            preflight=any(row.check.when == "preflight" for row in ask.values()),
+            preflight=options.preflight or any(row.check.when == "preflight" for row in ask.values()),
             only=only,
             skip=options.skip,
         )

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.supervisor.node_health.gpu.conftest import fake_nvml, fake_nvml_library
+
+__all__ = ["fake_nvml", "fake_nvml_library"]
+
 UP = "ip link set lo up; echo up; read -r _ || true"
 
 
