@@ -36,12 +36,14 @@ class StepRate:
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque(maxlen=1000)
-        self._attempt = 0
+        self._scale: tuple[int, bool] = (0, False)
+        """Attempt, and whether steps are the script's numbers: a count since the start is another scale."""
 
     def see(self, answer: dict[str, Any], now: float) -> None:
         step = answer["step"] if answer["step"] is not None else answer.get("counted") or None
-        if answer["attempt"] != self._attempt or (self._seen and step is not None and step < self._seen[-1][1]):
-            self._attempt = answer["attempt"]
+        scale = (answer["attempt"], answer["step"] is not None)
+        if scale != self._scale or (self._seen and step is not None and step < self._seen[-1][1]):
+            self._scale = scale
             self._seen.clear()
         if step is not None and (not self._seen or step > self._seen[-1][1]):
             self._seen.append((now, step))
@@ -77,14 +79,25 @@ def picture(
         end = [*end[: max(1, height // 2) - 1], end[-1]]
     top = drawn(_head(answer, pace))[: max(2, height - len(end) - 2)]
     left = height - len(top) - len(end)
-    title, story = (drawn(parts) for parts in _story(answer))
+    headline, told = _story(answer)
+    title, entries = drawn(headline), [drawn([one]) for one in told]
     nodes, ranks = (drawn(table(answer, left)) for table in (_nodes, _ranks))
-    story_lines = min(len(story), max(STORY_LINES, left // 3)) + len(title)
+    story_lines = min(sum(map(len, entries)), max(STORY_LINES, left // 3)) + len(title)
     node_lines = min(len(nodes), max(NODE_LINES, left - story_lines - len(ranks)))
     body = [*_cut(nodes, node_lines), *_cut(ranks, left - story_lines - node_lines)]
     story_lines = left - len(body) - len(title)
-    body = [*body, *title, *(story[-story_lines:] if story_lines > 0 else [])][: max(0, left)]
+    body = [*body, *title, *_newest(entries, story_lines)][: max(0, left)]
     return [*top, *body, *[""] * (left - len(body)), *end]
+
+
+def _newest(entries: list[list[str]], most: int) -> list[str]:
+    """The newest entries that fit as a whole; of one that is longer than that, its beginning."""
+    shown: list[str] = []
+    for entry in reversed(entries):
+        if len(shown) + len(entry) > most:
+            return shown or entry[: max(0, most)]
+        shown = [*entry, *shown]
+    return shown
 
 
 def _cut(lines: list[str], most: int) -> list[str]:

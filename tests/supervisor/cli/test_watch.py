@@ -112,6 +112,26 @@ def test_step_rate_time_left_and_loss() -> None:
     assert pace.per_s is None
 
 
+def test_a_count_since_the_start_and_then_the_scripts_own_numbers_make_no_rate() -> None:
+    pace = StepRate()
+    pace.see(status(step=None, counted=1, attempt=2), 1.0)
+    pace.see(status(step=1302, counted=2, attempt=2), 1.2)
+    assert pace.per_s is None
+    pace.see(status(step=1310, counted=10, attempt=2), 2.2)
+    assert pace.per_s == pytest.approx(8.0)
+
+
+def test_an_entry_of_the_story_is_shown_from_its_beginning() -> None:
+    story = [
+        {"at": "2026-01-01T00:00:00Z", "text": f"entry{n} " + "word " * 30, "incident": "", "loud": True}
+        for n in range(9)
+    ]
+    for height in range(12, 40):
+        shown = lines(status(story=story), 60, height)
+        entries = [line for line in shown if "entry" in line or line.startswith("word")]
+        assert "entry" in entries[0], height
+
+
 def test_nothing_from_the_job_moves_the_cursor() -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\u202eabc\r\n\x9b1;1H"
     ranks = [{"rank": 0, "node": evil, "step": 1, "quiet_s": 0.1, "text": evil}]
