@@ -107,6 +107,11 @@ def test_growth_is_the_exponent_between_the_two_largest_jobs() -> None:
     assert growth(rows[:1]) == {}
 
 
+def test_growth_has_a_goal() -> None:
+    found = goals([{"nodes": 16.0, "storm_cpu_s": 1.0}, {"nodes": 32.0, "storm_cpu_s": 4.0}])
+    assert [(one["value"], one["goal"], one["met"]) for one in found] == [(2.0, 1.1, False)]
+
+
 def test_goals_are_of_the_largest_job() -> None:
     assert goals([{"nodes": 16.0, "verdict_s": 0.5}, {"nodes": 4096.0, "verdict_s": 0.1}]) == [
         {"what": "verdict_s", "value": 0.1, "goal": 0.2, "met": True}
