@@ -443,9 +443,10 @@ def restart(job: JobHandle, **options: Any) -> None:
 @click.option("--undo", is_flag=True, help="Put back what the last rollback moved aside, and restart from the newest.")
 @command_options
 def rollback(job: JobHandle, step: int | None, skip: int | None, undo: bool, **options: Any) -> None:
-    """Restart from an older checkpoint: that of STEP, or the one before the newest.
+    """Restart from an older checkpoint: that of STEP.
 
-    Newer checkpoints are moved aside, not deleted. The command first says which steps are lost.
+    Without STEP: the one that the loss guard recommends, else the one before the newest. Newer checkpoints are moved
+    aside, not deleted. The command first says which steps are lost.
     """
     if undo and (step is not None or skip is not None):
         raise click.UsageError("--undo takes no STEP and no --skip: it goes back to the newest checkpoint")

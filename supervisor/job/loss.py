@@ -61,6 +61,8 @@ class LossGuard:
         """An attempt that goes on in spite of its alarm: nobody has approved the plan."""
         self._told = False
         """The incident that stops nothing is the guard's."""
+        self.recommended: rollback.LossPlan | None = None
+        """The rollback that it has told, and nobody has carried out: the numbers are still wrong."""
         self._reported = 0
         """Such incidents in this attempt."""
         self._overruled = False
@@ -153,6 +155,7 @@ class LossGuard:
 
     def _tell(self, found: Finding, decided: rollback.LossPlan, at: float) -> Wants:
         """The verdict, and the command that would do it."""
+        self.recommended = decided
         if decided.step is not None:
             skip = f" --skip {decided.skip_batches}" if decided.skip_batches else ""
             why = f"Recommended: `unbroken rollback {decided.step}{skip}` ({decided.why})"
@@ -253,7 +256,7 @@ class LossGuard:
         """The loss came back by itself."""
         self._decided, self._planned = (0, ""), None
         self._incidents.log.forget_findings(RULE)
-        told, self._told, self._let_go_on = self._told, False, 0
+        told, self._told, self._let_go_on, self.recommended = self._told, False, 0, None
         self._trust_again()
         at = "" if event.step is None else f" (step {event.step})"
         active = self._incidents.active
@@ -268,7 +271,7 @@ class LossGuard:
         if self._planned is not None and self._attempts.checkpoints.rolls_back:
             self._rollbacks.append(self._planned)
         self._suspects, self._planned, self._let_go_on = "", None, 0
-        self._told, self._reported = False, 0
+        self._told, self._reported, self.recommended = False, 0, None
 
 
 class ReplicaGuard:

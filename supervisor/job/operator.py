@@ -252,7 +252,10 @@ class Operator:
             yield NextAttempt(by_operator=True)
 
     def _rollback(self, event: m.OperatorCommand) -> Wants:
-        """Back to the checkpoint of a step, to the one before the newest, or (`--undo`) to before the last rollback."""
+        """Back to the checkpoint of a step, or (`--undo`) to before the last rollback.
+
+        Without a step: to the one that the loss guard recommends, else to the one before the newest.
+        """
         checkpoints, members = self._attempts.checkpoints, self._attempts.next_members()
         ways = checkpoints.ways_back(members)
         seen = [one for one in checkpoints.candidates(members) if one.step]
@@ -260,6 +263,9 @@ class Operator:
         if not any((one.step or 0) < newest for one in ways):  # the newest may have been written a moment ago
             newest = max((one.step or 0 for one in seen), default=0)
         wanted, skip = _step_and_skip(event.argument)
+        advice = self._guard.recommended if not wanted else None
+        if advice is not None and advice.step is not None:
+            wanted, skip = str(advice.step), advice.skip_batches if skip == 0 else skip
         chosen = next((one for one in ways if str(one.step) == wanted), None)
         if not wanted:
             chosen = next((one for one in ways if one.step is not None and one.step < newest), None)

@@ -243,6 +243,32 @@ def test_a_guard_that_may_not_act(make_driver: Any, guard: str) -> None:
     assert driver.job.attempt.resume.step == 440, "what is only told costs nothing"
 
 
+@pytest.mark.parametrize(("argument", "resume"), [("", 300), (" --skip 9", 300), ("200", 200)])
+def test_an_operator_without_a_step_goes_where_the_guard_recommends(
+    make_driver: Any, argument: str, resume: int
+) -> None:
+    """The one before the newest was written after the loss went wrong."""
+    driver = start(make_driver, loss_guard="recommend")
+    driver.tell(m.CheckpointsSeen, node="a", checkpoints=checkpoints((100, 200, 300, 400, 440)))
+    alarm(driver, 390)
+    advice = driver.job.guard.recommended
+    assert advice is not None
+    assert (advice.step, advice.skip_batches > 0) == (300, True)
+    driver.order("rollback", argument)
+    found = driver.job.attempt.resume
+    skip = {"": advice.skip_batches, " --skip 9": 9, "200": 0}[argument]
+    assert (found.step, found.skip_batches) == (resume, skip)
+    assert driver.job.guard.recommended is None
+
+
+def test_a_loss_that_came_back_leaves_no_recommendation(make_driver: Any) -> None:
+    driver = start(make_driver, loss_guard="recommend")
+    alarm(driver, 290)
+    driver.tell(m.LossSeen, attempt=1, alarm=None, ranks=(), step=450)
+    driver.order("rollback")
+    assert driver.job.attempt.resume.step == 300
+
+
 def test_policy_does_not_go_back_again_what_an_operator_undid(job: Any) -> None:
     alarm(job, 330)
     job.up(step=301)
