@@ -292,11 +292,11 @@ def with_partners(suspects: Sequence[str], others: Sequence[str]) -> tuple[str, 
 def _known(rounds: Sequence[Sequence[GroupOutcome]], margin: Margin) -> _Known:
     """A later round may show that what seemed usual in an earlier one was slow: each is judged by all of them."""
     known = _Known(frozenset(), {}, ())
-    controls: list[list[GroupOutcome]] = []
-    for number, outcomes in enumerate(rounds):
-        controls.append([one for one in outcomes if known.good.issuperset(one.nodes) and not one.failed])
+    for number in range(len(rounds)):
         seen = rounds[: number + 1]
         everywhere = [one for some in seen for one in some]
+        quick = _quick(everywhere, margin)
+        controls = [[one for one in some if quick.issuperset(one.nodes) and not one.failed] for some in seen]
         limits = [_limits(everywhere, of_round, margin) for of_round in controls]
         # What a quota takes is known not to be others': products need no wide margin then, beside nodes without one.
         compared = everywhere if any(not one.throttled for one in everywhere) else []
@@ -311,6 +311,13 @@ def _known(rounds: Sequence[Sequence[GroupOutcome]], margin: Margin) -> _Known:
         links = tuple(dict.fromkeys(one.nodes for one, _, _ in troubles if good.issuperset(one.nodes)))
         known = _Known(good, _blamed(troubles, good), links)
     return known
+
+
+def _quick(everywhere: Sequence[GroupOutcome], margin: Margin) -> frozenset[str]:
+    """Who was once about as quick as the fastest of all: only these are compared with. Where every group of round one
+    has a slow node, what is usual in it is slow."""
+    limits = _limits(everywhere, (), margin)
+    return frozenset(node for one in everywhere if not _trouble(one, limits)[0] for node in one.nodes)
 
 
 def _blamed(troubles: Sequence[tuple[GroupOutcome, str, How]], good: frozenset[str]) -> dict[str, Blamed]:
@@ -347,12 +354,15 @@ def _limits(seen: Sequence[GroupOutcome], controls: Sequence[GroupOutcome], marg
     for test, all_seconds in values.items():
         if len(all_seconds) < 2:
             continue
+        least_s = max(margin.least_s, margin.products_s if test == PRODUCTS else 0.0)
         if compared is controls:
             middle = statistics.median(all_seconds)
             spread = statistics.median(abs(one - middle) for one in all_seconds)
         else:
-            middle, spread = sorted(all_seconds)[int(len(all_seconds) * FAST_SHARE)], 0.0
-        least_s = max(margin.least_s, margin.products_s if test == PRODUCTS else 0.0)
+            fastest, spread = min(all_seconds), 0.0
+            middle = sorted(all_seconds)[int(len(all_seconds) * FAST_SHARE)]
+            if middle > fastest + max(fastest * margin.share, least_s):  # only the fastest has no slow node
+                middle = fastest
         limits[test] = middle + max(middle * margin.share, least_s, SPREADS * spread)
     return limits
 

@@ -70,6 +70,19 @@ def test_healthy_fleets_take_one_round_or_two(count: int) -> None:
     assert not conclusion.most
 
 
+@pytest.mark.parametrize(
+    ("count", "slow", "seed"),
+    [
+        (7, {"n1": 3.7879, "n2": 3.8014, "n5": 3.4954}, 2),
+        (11, {"n4": 3.18, "n7": 3.29, "n8": 3.28, "n2": 3.49, "n0": 3.79}, 1),
+        *((11, {"n4": 3.18, "n7": 3.29, "n8": 3.28, "n2": 3.49, "n0": 3.79}, seed) for seed in range(2, 12)),
+    ],
+)
+def test_slow_groups_of_round_one_are_not_what_is_usual(count: int, slow: dict[str, float], seed: int) -> None:
+    """No group of round one was without a slow node, or only one was."""
+    assert named(Fleet(count, (), slow, seed=seed).conclusion()) <= slow.keys()
+
+
 @pytest.mark.parametrize("count", [8, 9, 33, 1024])
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 0.5])
 @pytest.mark.parametrize("seed", [1, 2, 3])
