@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from supervisor.controller.loop import ControlLoop
     from supervisor.job.attempts import Attempt
     from supervisor.job.job import Job
-    from supervisor.view import CurveView, IncidentView, JobView, StoryLine
+    from supervisor.view import CurveView, IncidentView, JobView, RestartView, StoryLine
 
 # ----- dry runs -----
 
@@ -219,6 +219,7 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
             view = msgspec.structs.replace(view, step=newest.step, last_step=newest.last_step, step_from="output")
         if view.step is not None and newest.counted_step is not None and newest.counted_step >= view.step:
             view = msgspec.structs.replace(view, step=newest.counted_step, step_from="clock")
+        view = msgspec.structs.replace(view, restart=_counted_to(view.step, view.restart))
     if name == "incidents":
         return lambda: incidents_of(view)
     if stall and newest.attempt == view.attempt and newest.broken and view.state == "RUNNING":
@@ -240,6 +241,19 @@ def live_view(name: str, loop: ControlLoop) -> Callable[[], dict[str, object]]:
         return told
 
     return status
+
+
+def _counted_to(step: int | None, restart: RestartView | None) -> RestartView | None:
+    """What a restart would lose, counted to the step that is shown: the job was told of an older one."""
+    if step is None or restart is None:
+        return restart
+    loses = restart.loses_steps
+    if restart.step is not None:
+        loses = max(0, step - restart.step)
+    elif loses is not None:
+        loses = step
+    after = _counted_to(step, restart.after_node_loss)
+    return msgspec.structs.replace(restart, loses_steps=loses, after_node_loss=after)
 
 
 # ----- the timeline -----

@@ -12,7 +12,9 @@ import pytest
 from diagnosis.incident import Verdict
 from diagnosis.signals import ExitRecord, RankSample
 from diagnosis.taxonomy import FailureClass
+from recovery.checkpoint import Checkpoint
 from recovery.scheduling import LeavingNode
+from recovery.snapshot_choice import NodeSnapshot
 from supervisor import messages as m
 from supervisor.controller.heartbeats import Newest
 from supervisor.controller.journal import Entry, open_journal, read_history
@@ -28,13 +30,20 @@ def shown(make_driver: Any) -> Any:
     driver.up(step=8)
     driver.tell(m.Progressed, attempt=1, step=9)
 
-    def status(newest: Newest, stall: str = "", name: str = "status") -> Any:
+    def status(
+        newest: Newest, stall: str = "", name: str = "status", saved: int | None = None, held: Any = None
+    ) -> Any:
+        if saved is not None:
+            one = Checkpoint(
+                path=f"/c/{saved}", step=saved, complete=True, format="dcp", modified_at=driver.now, size_bytes=1
+            )
+            driver.tell(m.CheckpointsSeen, node="a", checkpoints=(one,))
         loop = SimpleNamespace(
             epoch=1,
             connections={},
             stall=stall,
             job=driver.job,
-            watch=SimpleNamespace(newest=newest, snapshot=None, rank_samples=list),
+            watch=SimpleNamespace(newest=newest, snapshot=held, rank_samples=list),
             clock=SimpleNamespace(now=lambda: driver.now),
             advice=OnlineAdvice(),
         )
@@ -48,6 +57,23 @@ def test_the_step_is_that_of_the_newest_heartbeat(shown: Any) -> None:
     assert shown(Newest(1, 51, 0.0, 60))["last_step"] == 60
     assert shown(Newest(1, None, 0.0, None))["step"] == 9
     assert shown(Newest(0, 51, 0.0, None))["step"] == 9
+
+
+def test_what_a_restart_would_lose_is_counted_to_the_step_that_is_shown(shown: Any) -> None:
+    restart = shown(Newest(1, 51, 0.0, None))["restart"]
+    assert (restart["step"], restart["loses_steps"]) == (None, 51)
+    restart = shown(Newest(1, 51, 0.0, None), saved=4)["restart"]
+    assert (restart["step"], restart["loses_steps"]) == (4, 47)
+    restart = shown(Newest(1, 51, 0.0, None, counted_step=57), saved=52)["restart"]
+    assert (restart["step"], restart["loses_steps"]) == (52, 5)
+    assert shown(Newest(0, 51, 0.0, None), saved=4)["restart"]["loses_steps"] == 5, "of another attempt"
+
+
+def test_so_is_what_it_would_lose_without_the_memory_of_a_node(shown: Any) -> None:
+    held = NodeSnapshot(attempt=1, step=48, first_rank=0, ranks=2, world=2, at=0.0)
+    restart = shown(Newest(1, 51, 0.0, None), saved=4, held=held)["restart"]
+    assert (restart["from_memory"], restart["step"], restart["loses_steps"]) == (True, 48, 3)
+    assert (restart["after_node_loss"]["step"], restart["after_node_loss"]["loses_steps"]) == (4, 47)
 
 
 def test_a_job_whose_ranks_are_dead_is_not_running_while_its_journal_is_full(shown: Any) -> None:
