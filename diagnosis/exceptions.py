@@ -501,7 +501,8 @@ def last_words(lines: Sequence[str], tiers: int = 3, known: Collection[str] = ()
 
 _INTERRUPTED: Final = re.compile(
     r"^\^[CZ]|\bkeyboard ?interrupt(?:s|ed|ion)?\b|\bSIGINT\b|\bctrl ?[+-] ?c\b"
-    r"|\b(?:signal|sig)[ :=]{0,3}(?:2|15)\b(?![.\d])|\b(?:got|caught|received|receives|on) (?:a )?SIGTERM\b"
+    r"|\b(?:signal|sig)[ :=]{0,3}(?:2|15)\b(?![.\d])(?!\s?(?:dB|%|of \d|m?V\b))"
+    r"|\b(?:got|caught|received|receives|on) (?:a )?SIGTERM\b"
     r"|\b(?:interrupt(?:ed)?|abort(?:ed)?|cancell?ed|stopped|killed|terminated|halted|ended)\b.{0,20}"
     r"\bby (?:(?:the |an )?(?:user|operator|person|admin\w*|hand)|SIG(?:TERM|INT|HUP))\b"
     r"|\b(?:user|manual)(?:ly)?[- ](?:interrupt|abort|cancel|stop)\w*"
@@ -514,15 +515,26 @@ _INTERRUPTED: Final = re.compile(
 """Somebody stopped it, as programs say it of themselves."""
 _HOW_TO: Final = re.compile(
     r"\b(?:press|hit|use|type|send|to (?:stop|quit|exit|abort|cancel|interrupt)|you (?:can|may)|will|would|handlers?"
+    r"|(?:stop|quit|exit|abort|cancel|interrupt|end)(?: \w{1,12}){0,3} (?:with|by|using|via)"
     r"|install\w*|register\w*|ignor\w+|if|when|whether|on_\w+|except|unless|catch(?:es|ing)?)\b(?! (?:be|have) )",
     re.IGNORECASE,
 )
 """What tells of an interrupt that may come."""
+_OF_INTERRUPTS: Final = re.compile(
+    r"^[\]) ]{0,3}(?:to|will|is used|(?:/ ?)?(?:SIG\w{3,5} )?(?:hand(?:ler|ling)|hook|trap|callback)s?)\b"
+    r"|^(?:s? \w{1,12})?s? (?:(?:is|are|was|were) )?"
+    r"(?:ignored|disabled|enabled|allowed|blocked|masked|restored|installed|removed|registered|active)\b"
+    r"|^(?: \w{1,16}){0,2}s?['\"]?\s{0,3}[:=]\s{0,3}(?:0|no|none|false)\b",
+    re.IGNORECASE,
+)
+"""Behind the word: it is of interrupts, or counts that there was none."""
 
 
 def _was_interrupted(text: str) -> bool:
     found = _INTERRUPTED.search(text)
-    return found is not None and _HOW_TO.search(text[: found.end()]) is None
+    if found is None or _HOW_TO.search(text[: found.end()]) or _NEGATED.search(text[: found.start()]):
+        return False
+    return _OF_INTERRUPTS.search(text[found.end() :]) is None
 
 
 def _complaint(text: str, is_last: bool) -> tuple[int, complaints.Complaint] | None:

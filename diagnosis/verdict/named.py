@@ -111,7 +111,8 @@ def with_named(found: Verdict, best: Candidate, logs: Sequence[LogSummary]) -> V
 
 
 _HOSTS: Final = re.compile(
-    r"(?P<stem>[A-Za-z][\w.-]{0,80}?)(?:\[(?P<numbers>[\d,-]{1,400})\](?P<end>[\w.-]{0,80}))?(?:,|$)"
+    r"(?P<stem>[A-Za-z][\w.-]{0,80}?)"
+    r"(?:\[(?P<numbers>\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?){0,100})\](?P<end>[\w.-]{0,80}))?(?:,|$)"
 )
 
 
