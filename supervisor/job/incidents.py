@@ -315,11 +315,12 @@ class Incidents:
         yield record.note("incident_grows", loud=True, what=want.text)
         return record
 
-    def _open(self, want: OpenIncident, attempt: Attempt) -> WantsAnd[IncidentRecord]:
+    def _open(self, want: OpenIncident, attempt: Attempt, cured: bool = False) -> WantsAnd[IncidentRecord]:
+        """`cured`: the attempt goes on, and so does what is wrong with it otherwise."""
         now, new = self._core.now, self.log.next_id()
         if want.trigger not in ("signal", "device"):
             yield from self.close_failures(f"attempt {attempt.number} failed too: {new}")
-            for old in self.log.open_degradations():
+            for old in () if cured else self.log.open_degradations():
                 yield from self.close(old, f"the attempt broke: {new}")
         record = IncidentRecord(
             id=new,
@@ -345,7 +346,7 @@ class Incidents:
         """
         attempt = self._attempts.current
         assert attempt is not None
-        record = yield from self._open(want, attempt)
+        record = yield from self._open(want, attempt, then == "cured")
         record.verdict = self._verdict(record, attempt, () if then == "cured" else attempt.evidence.values())
         record.waits = _waits(record, record.verdict, attempt.world_size)
         record.mark("diagnose", self._core.now)

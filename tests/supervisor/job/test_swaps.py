@@ -174,6 +174,21 @@ def test_if_training_goes_on_it_becomes_a_planned_swap(story: Any) -> None:
     assert job.job.nodes.cordoned() == {"b"}
 
 
+def test_a_stopped_rank_that_sigcont_wakes_does_not_hide_its_failed_device(story: Any) -> None:
+    """The attempt goes on, so the device's incident does too."""
+    job = story()
+    job.step(10)
+    job.finds("fails")
+    job.driver.tell(m.RankWakeWanted, attempt=1, ranks=(2,), stopped_s=5.7)
+    assert [(one.trigger, one.closed_at is None) for one in job.job.incidents.log.records] == [
+        ("device", True),
+        ("hang", False),
+    ]
+    for step in (11, 12):
+        job.step(step)
+    assert job.states == {"b": "planned"}
+
+
 def test_a_script_that_shows_no_steps_trains_on_when_it_saves(story: Any) -> None:
     job = story(step=None)
     job.finds("fails")
