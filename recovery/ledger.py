@@ -424,7 +424,8 @@ def _times(number: int, what: str) -> str:
 
 
 def _ages(ages: Sequence[float]) -> str:
-    told = [f"{age / 3600:.0f} h" if age < 2 * DAY_S else f"{age / DAY_S:.0f} days" for age in ages]
+    hours = [f"{age / HOUR_S:.0f} h" if age >= HOUR_S else f"{age / 60:.0f} min" for age in ages]
+    told = [f"{age / DAY_S:.0f} days" if age >= 2 * DAY_S else short for age, short in zip(ages, hours, strict=True)]
     return " and ".join(told[-3:])
 
 

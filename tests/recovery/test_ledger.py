@@ -166,6 +166,8 @@ def test_a_repaired_node_that_fails_again_within_a_day_counts_more() -> None:
     assert first.points < apart.points < both.points
     assert (first.lemon, apart.lemon, both.lemon) == (False, False, True)
     assert any("24 h after a repair" in why for why in both.why)
+    soon = merge([before, lift, entry(failed(), NOW - DAY_S + 12 * 60)], NOW)["n7"].score
+    assert any("12 min after a repair" in why for why in soon.why)
 
 
 def test_what_is_close_together_is_one_outage_and_what_is_old_counts_no_more() -> None:
