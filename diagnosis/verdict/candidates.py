@@ -431,7 +431,8 @@ USAGE_ERROR: Final = 2
 def from_nodes(incident: Incident) -> list[Candidate]:
     candidates, confidences = [], current().confidence
     if incident.lost_nodes:
-        names = ", ".join(incident.lost_nodes[:6])
+        names, several = ", ".join(incident.lost_nodes[:6]), len(incident.lost_nodes) > 1
+        who, whose = ("nodes", "their") if several else ("node", "its")
         ranks = {
             node: [rank for rank, where in incident.rank_nodes.items() if where == node] for node in incident.lost_nodes
         }
@@ -439,7 +440,7 @@ def from_nodes(incident: Incident) -> list[Candidate]:
             Candidate(
                 failure_class=FailureClass.NODE_FAILURE,
                 confidence=confidences["node_lost"],
-                why=f"node {names} fell silent and its ranks made no progress",
+                why=f"{who} {names} fell silent and {whose} ranks made no progress",
                 culprits=tuple(
                     Culprit(node=node, rank=ranks[node][0] if len(ranks[node]) == 1 else None)
                     for node in incident.lost_nodes
