@@ -47,6 +47,8 @@ RANKS_READ = 16
 STACK_DEADLINE_S = 3.0
 BETWEEN_SAMPLES_S = 1.0
 TAIL_LINES = 40
+NEAR_BYTES, FAR_BYTES, LINE_BYTES = 32 * 1024, 4 * 1024 * 1024, 4096
+"""Of a rank's output: read at first, read where these hold few lines, and kept of a line."""
 OUTPUT_BYTES = 24 * 1024
 """Of all ranks together in one evidence."""
 
@@ -248,8 +250,7 @@ def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: Local
     lines: list[str] = []
     error_file = ""
     for stream in (stream for stream in streams if stream.rank == rank):
-        data = last_bytes(stream.path)
-        lines.extend(data.decode(errors="replace").replace("\r", "\n").splitlines()[-400:])
+        lines.extend(_last_lines(stream.path))
         error_file = stream.error_file or error_file
     path = Path(error_file) if error_file else paths.rank_file(attempt, rank, "error.json")
     return RankOutput(
@@ -258,6 +259,16 @@ def read_output(attempt: int, rank: int, streams: Sequence[Stream], paths: Local
         traceback=tracebacks.collect(lines),
         error_file=_error_message(path),
     )
+
+
+def _last_lines(path: str) -> list[str]:
+    """The end of a rank's output. Where a line is very long, from further back: an exception's message may be, and the
+    traceback is before it."""
+    data = last_bytes(path, NEAR_BYTES)
+    if len(data) == NEAR_BYTES and data.count(b"\n") < TAIL_LINES:
+        data = last_bytes(path, FAR_BYTES)
+    lines = (one[:LINE_BYTES].decode(errors="replace") for one in data.splitlines()[-400:])
+    return [part for line in lines for part in line.splitlines() or [""]]
 
 
 def _error_message(path: Path) -> str:

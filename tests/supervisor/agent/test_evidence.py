@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,8 +14,8 @@ from diagnosis import rules
 from diagnosis.signals import ExitRecord, RankOutput
 from diagnosis.verdict import accounts
 from supervisor.agent import evidence
-from supervisor.agent.evidence import EvidenceCollector, RankEnd, is_ending, only_blame_peers
-from supervisor.agent.ranks import RankMonitor
+from supervisor.agent.evidence import EvidenceCollector, RankEnd, is_ending, only_blame_peers, read_output
+from supervisor.agent.ranks import RankMonitor, Stream
 from supervisor.agent.state import AgentState
 from supervisor.keeper_client import KeeperState, WorkerProcess
 
@@ -131,3 +132,15 @@ def test_a_rank_whose_output_ends_in_a_traceback_is_about_to_end(tail, ending):
         "RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1",
     )
     assert not is_ending(RankOutput(rank=1, tail=over_a_peer, traceback=over_a_peer))
+
+
+def test_a_message_of_a_megabyte_hides_no_traceback(make_state: Any, tmp_path: Path) -> None:
+    stack = 'Traceback (most recent call last):\n  File "a.py", line 17, in <module>\n    raise RuntimeError(text)\n'
+    path = tmp_path / "stderr.log"
+    path.write_text(f"{'A' * 1_000_000}\n{stack}RuntimeError: too long {'B' * 1_000_000}\n")
+    stream = Stream(rank=1, local_rank=1, stream="stderr", path=str(path))
+    output = read_output(1, 1, [stream], make_state().paths)
+    assert output.traceback[0].startswith("Traceback")
+    assert output.traceback[-1].startswith("RuntimeError: too long")
+    assert max(map(len, (*output.tail, *output.traceback))) < 5000
+    assert is_ending(output)
