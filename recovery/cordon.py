@@ -43,6 +43,11 @@ class Cordon(Frozen, frozen=True, kw_only=True):
     culprit_gpu: str = ""
     """The GPU that gave the reason, where the node as a whole is cordoned for it."""
 
+    @property
+    def follows_scheduler(self) -> bool:
+        """The scheduler takes the node out of service itself: it is not asked to drain it."""
+        return self.failure_class is FailureClass.PREEMPTED_OR_CANCELLED
+
 
 def breaker_limit(job_nodes: int) -> int:
     """How many nodes policy may cordon within the window."""

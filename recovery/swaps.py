@@ -20,6 +20,7 @@ SwapSignal = Literal["", "SIGUSR1", "SIGUSR2", "SIGTERM"]
 Cause = Literal["device", "straggler", "drained", "maintenance", "operator", "cordoned", "alert"]
 """`device`: a finding about hardware. `drained`, `maintenance`: the scheduler says so. `cordoned`: the ledger of all
 jobs does. `alert`: monitoring says so, where a rule of the site wants it."""
+BY_SCHEDULER: Final[frozenset[Cause]] = frozenset({"drained", "maintenance"})
 
 DAY_S: Final = 86400.0
 STORM_NODES: Final = 3
@@ -67,8 +68,8 @@ class SwapCase(Frozen, frozen=True, kw_only=True):
 
     cause: Cause
     proven: bool = False
-    """Hardware is proven to be bad, and not only warned of; or no job is to use the node; or a rule of the site says
-    that it leaves."""
+    """Hardware is proven to be bad, and not only warned of; or no job is to use the node; or a rule of the site, or its
+    scheduler, says that it leaves; or a check tells why its rank slows the others down."""
     wanted: bool = False
     """An operator has asked for it, or approved it."""
     setting: SwapMode = "automatic"
@@ -77,6 +78,7 @@ class SwapCase(Frozen, frozen=True, kw_only=True):
     spares: int = 0
     """Nodes that could take its place."""
     storm: bool = False
+    """Several nodes fail, get worse or are taken out of service together."""
     within_day: int = 0
     """Swaps of the last 24 h that nobody had asked for."""
     per_day: int = ALWAYS_ALLOWED
@@ -111,12 +113,14 @@ def decide(case: SwapCase) -> SwapDecision:
         return SwapDecision(state="planned")
     if case.paused:
         return _blocked("the job is paused")
-    if case.storm:
+    if case.storm and case.cause not in BY_SCHEDULER:
         return _blocked("devices of several nodes failed or got worse together, which one node is not to blame for")
     if case.mode != "enforce":
         return _recommended(f"mode {case.mode}")
     if case.setting != "automatic":
         return _recommended(f"swap.mode is {case.setting}")
+    if case.storm:
+        return _recommended("the scheduler takes several of the job's nodes out of service")
     if not case.proven:
         return _recommended("no hardware is proven to be bad")
     if not case.may_cordon:

@@ -755,7 +755,7 @@ class Executor:
 
     async def watch_nodes(self, nodes: Callable[[], tuple[str, ...]]) -> None:
         """Each minute: which of these nodes, the job's, the scheduler takes out of service. A change is an event."""
-        before: tuple[LeavingNode, ...] = ()
+        before: tuple[LeavingNode, ...] | None = None  # what another controller saw may be over
         while True:
             await asyncio.sleep(NODES_EVERY_S)
             spec = self._spec()

@@ -713,7 +713,7 @@ class Job:
             yield from self.attempts.refresh()
 
     def _stragglers_seen(self, event: m.StragglersSeen) -> Wants:
-        """Told and shown: whether to go on without a slow rank is for people to say."""
+        """Told and shown. Whether to go on without a slow rank is for people to say, unless a check confirms it."""
         attempt = self.attempts.live(event.attempt)
         if attempt is None:
             return
@@ -724,7 +724,8 @@ class Job:
             yield note("stragglers", loud=True, what=text)
         elif before is not None and before.ranks:
             yield note("stragglers_gone", who=rank_names(before.ranks), one=len(before.ranks) == 1)
-        yield from self.swaps.stragglers_seen(event, view.slow_why(self, event))
+        confirmed = view.slow_is_confirmed(self, event)
+        yield from self.swaps.stragglers_seen(event, view.slow_why(self, event), confirmed=confirmed)
 
     def _input_wait_seen(self, event: m.InputWaitSeen) -> Wants:
         if self.attempts.live(event.attempt) is None:

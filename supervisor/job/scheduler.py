@@ -386,7 +386,7 @@ class SchedulerRequests:
         self._nodes.cordons.add(cordon)
         self._nodes.touch(cordon.node)
         yield from self._ledger.cordoned(cordon, approved=approved)
-        if not self._core.has_scheduler:
+        if not self._core.has_scheduler or cordon.follows_scheduler:
             return
         node = self._name(cordon.node)
         if not node:

@@ -115,6 +115,8 @@ class Swaps:
         """Nodes for whom they fire now."""
         self._alerts_at_once: set[str] = set()
         """Of those for whom they fire: the nodes whose alerts began together with too many others'."""
+        self._out_of_service: frozenset[str] = frozenset()
+        """Nodes of the job that the scheduler takes away now, members or not."""
         self._made_at: deque[float] = deque(maxlen=MADE_KEPT)
         """Those that nobody had asked for."""
         self._left: dict[str, None] = {}
@@ -140,9 +142,13 @@ class Swaps:
             return 0
         usable = self._nodes.usable()
         idle = [node for node in usable if node.name not in attempt.member_set]
-        free = sum(node.quiet_since is None and not self._nodes.is_unwell(node.name) for node in idle)
+        free = sum(node.quiet_since is None and not self._stays_idle(node.name) for node in idle)
         missing = len(attempt.members) - sum(node.name in attempt.member_set for node in usable)
         return free - missing
+
+    def _stays_idle(self, name: str) -> bool:
+        """It takes nobody's place while the run trains."""
+        return name in self._out_of_service or self._nodes.is_unwell(name)
 
     def took_s(self) -> float | None:
         """From the order to restart to the first step, the last time; None: there was no restart."""
@@ -190,6 +196,9 @@ class Swaps:
     def _is_of_a_storm(self, swap: ProposedSwap) -> bool:
         if swap.cause == "alert":
             return swap.node in self._alerts_at_once
+        if swap.cause in swaps.BY_SCHEDULER:
+            domains = {node.name: node.domain for node in self._nodes}
+            return swaps.have_a_common_cause(self._out_of_service, domains)
         return swap.cause == "device" and self._incidents.is_storm(swap.found_at, swap.failure_class)
 
     def _may_cordon(self, swap: ProposedSwap, members: int) -> bool:
@@ -208,7 +217,7 @@ class Swaps:
         return {one.node for one in self.proposed.values() if one.reported == "planned" and self._drains(one)}
 
     def _drains(self, swap: ProposedSwap) -> bool:
-        return self._core.has_scheduler and self._takes_spare(swap)
+        return self._core.has_scheduler and self._takes_spare(swap) and swap.cause not in swaps.BY_SCHEDULER
 
     def _takes_spare(self, swap: ProposedSwap) -> bool:
         """A node that is cordoned already is not used from the next attempt on in any case: its place is counted."""
@@ -279,8 +288,8 @@ class Swaps:
         )
         yield from self._propose(swap)
 
-    def stragglers_seen(self, event: m.StragglersSeen, why: str) -> Wants:
-        """`why`: what a check told of a slow rank's device."""
+    def stragglers_seen(self, event: m.StragglersSeen, why: str, *, confirmed: bool) -> Wants:
+        """`why`: what a check told of a slow rank's device. `confirmed`: it tells so of this rank's, and no other's."""
         attempt = self._live()
         if attempt is None or attempt.number != event.attempt:
             return
@@ -290,7 +299,7 @@ class Swaps:
                 yield from self._withdraw(name, "it no longer slows the others down")
         for name, rank in slow.items():
             known = self.proposed.get(name)
-            if known is not None:
+            if known is not None and (known.proven or not confirmed):
                 known.share = event.cost
                 continue
             swap = ProposedSwap(
@@ -299,6 +308,7 @@ class Swaps:
                 what=f"rank {rank} slows the others down{why}",
                 failure_class=FailureClass.STRAGGLER_OR_SLOW,
                 since=self._core.now,
+                proven=confirmed,
                 rank=rank,
                 share=event.cost,
             )
@@ -309,8 +319,15 @@ class Swaps:
         attempt = self._live()
         members = attempt.member_set if attempt is not None else frozenset()
         leaving = {self._job_name(one.node): one for one in event.nodes}
+        for name in sorted(self._out_of_service - leaving.keys()):
+            cordon = self._nodes.cordons.of_job(name, self._core.now)
+            if cordon is not None and cordon.by == "policy" and cordon.follows_scheduler:
+                self._nodes.cordons.lift(name)
+                self._nodes.touch(name)
+                yield note("swap_undone", loud=True, node=name, why="the scheduler has put it back in service")
+        self._out_of_service = frozenset(leaving)
         for name, swap in list(self.proposed.items()):
-            if swap.cause in ("drained", "maintenance") and name not in leaving and not swap.wanted_by:
+            if swap.cause in swaps.BY_SCHEDULER and name not in leaving and not swap.wanted_by:
                 yield from self._withdraw(name, "the scheduler keeps it in service")
         for name, one in leaving.items():
             if name not in members or name in self.proposed:
@@ -321,6 +338,7 @@ class Swaps:
                 what=clean_line(one.why, TEXT_LIMIT),
                 failure_class=FailureClass.PREEMPTED_OR_CANCELLED,
                 since=self._core.now,
+                proven=True,
             )
             yield from self._propose(swap)
 
@@ -615,6 +633,7 @@ class Swaps:
         """The scheduler has started the job again: its nodes are others."""
         self.proposed.clear()
         self._left.clear()
+        self._out_of_service = frozenset()
         self._signal_harms = False  # the script may have been changed
         self._look_as_usual()
 
@@ -634,7 +653,7 @@ class Swaps:
                 continue  # all jobs leave it out
             given += 1
             self._nodes.touch(name)
-            yield note("swap_undone", loud=True, node=name)
+            yield note("swap_undone", loud=True, node=name, why="too few other nodes are left")
         return given > 0
 
     def next_attempt_forms(self) -> Wants:

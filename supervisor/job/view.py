@@ -230,6 +230,18 @@ def slow_why(job: Parts, event: StragglersSeen) -> str:
     return ""
 
 
+def slow_is_confirmed(job: Parts, event: StragglersSeen) -> bool:
+    """One rank is slow, a check tells why of its GPU and of no other node's, and the rank does not wait for data."""
+    log, attempt = job.incidents.log, job.attempts.live(event.attempt)
+    if attempt is None or len(event.ranks) != 1 or slow_input(job, event):
+        return False
+    near = (one for at in (job.core.now, event.since) for one in log.findings_near(at, event.attempt))
+    slowed = [one for one in near if one.scope == "gpu" and one.failure_class in SLOWS]
+    nodes = {one.node or attempt.rank_nodes.get(one.rank, "") for one in slowed if one.rank is not None}
+    (rank,) = event.ranks
+    return nodes == {attempt.rank_nodes.get(rank)} and any(one.rank == rank for one in slowed)
+
+
 def slow_input(job: Parts, event: StragglersSeen) -> str:
     """`: it waits for data 38 % of the time`, where not all ranks do. (No fault of its device: nothing to swap for.)"""
     waits = job.input_wait

@@ -13,7 +13,6 @@ from diagnosis.incident import Verdict
 from diagnosis.signals import ExitRecord, RankSample
 from diagnosis.taxonomy import FailureClass
 from recovery.checkpoint import Checkpoint
-from recovery.scheduling import LeavingNode
 from recovery.snapshot_choice import NodeSnapshot
 from supervisor import messages as m
 from supervisor.controller.heartbeats import Newest
@@ -141,7 +140,7 @@ def test_a_swap_that_drains_the_node_later_says_so(before: str, drains: list[str
 
 def test_a_recommended_swap_that_is_approved_drains_the_node(ask: Any) -> None:
     def recommended(driver: Any) -> None:
-        driver.tell(m.NodesLeaving, nodes=(LeavingNode(node="b", kind="drained", why="fans"),))
+        driver.tell(m.StragglersSeen, attempt=1, ranks=(2,), cost=0.2, since=driver.now)
 
     found = ask("approve", "b", before=recommended)
     assert (found["refused"], found["interrupts"], found["drains"]) == (False, False, ["b"])

@@ -481,6 +481,18 @@ def test_a_straggler_is_recommended_with_its_price_and_withdrawn(story: Any) -> 
     assert job.states == {}
 
 
+@pytest.mark.parametrize(("others", "state"), [("", "planned"), ("a", "recommended")])
+def test_a_straggler_whose_own_gpu_a_check_finds_slowed_leaves(story: Any, others: str, state: str) -> None:
+    """Where another node's GPUs are slowed down too, the fault is not this node's alone."""
+    job = story()
+    for node in others + "b":
+        hot = finding("slows", node, severity="warning", at=job.driver.now, rank={"a": 0, "b": 2}[node])
+        hot = msgspec.structs.replace(hot, failure_class=FailureClass.GPU_THERMAL_POWER, scope="gpu")
+        job.driver.tell(m.FindingArrived, node=node, finding=hot, number=0, after=0.01)
+    job.driver.tell(m.StragglersSeen, attempt=1, ranks=(2,), cost=0.22, since=job.driver.now)
+    assert job.states["b"] == state
+
+
 def fires(job: Story, node: str, **more: Any) -> m.OutsideAlert:
     alert = m.OutsideAlert(key=f"{node}-1", node=node, name="Fabric", at=job.driver.now, swap=True, **more)
     job.driver.tell(m.AlertsSeen, firing=(alert,))
@@ -593,13 +605,52 @@ def test_who_rejects_a_swap_keeps_the_node_from_alerts_too(story: Any) -> None:
     assert (job.states, job.members) == ({}, ("a", "b"))
 
 
+def leaving(job: Story, *nodes: str, kind: Any = "drained") -> None:
+    found = (m.LeavingNode(node=node, kind=kind, why="drained by root: fan") for node in nodes)
+    job.driver.tell(m.NodesLeaving, nodes=tuple(found))
+
+
 @pytest.mark.parametrize("kind", ["drained", "maintenance"])
-def test_what_the_scheduler_takes_away_is_recommended_and_withdrawn(story: Any, kind: Any) -> None:
+def test_a_node_that_the_scheduler_takes_away_leaves_and_may_come_back(story: Any, kind: Any) -> None:
+    job = story(scheduler="slurm", scheduler_job="7")
+    leaving(job, "b", kind=kind)
+    assert job.states == {"b": "planned"}
+    job.save(2)
+    assert (job.members, job.incidents) == (("a", "s"), ["swap"])
+    assert job.job.scheduler.drains == {}, "the scheduler takes it out of service itself"
+    leaving(job)
+    assert job.job.nodes.cordoned() == set()
+    assert "swap_undone" in job.driver.loud
+    assert job.members == ("a", "s"), "nothing restarts for it"
+
+
+def test_a_node_that_comes_back_in_time_does_not_leave(story: Any) -> None:
     job = story()
-    job.driver.tell(m.NodesLeaving, nodes=(m.LeavingNode(node="b", kind=kind, why="by root"),))
-    assert job.states == {"b": "recommended"}
-    job.driver.tell(m.NodesLeaving)
-    assert job.states == {}
+    leaving(job, "b")
+    leaving(job)
+    job.save(2)
+    assert (job.states, job.members) == ({}, ("a", "b"))
+
+
+def test_where_the_scheduler_takes_several_nodes_away_people_decide(story: Any) -> None:
+    job = story(nodes="abcd", spares="stuv")
+    leaving(job, "b", "c", "d")
+    assert set(job.states.values()) == {"recommended"}
+    job.save(2)
+    assert job.members == ("a", "b", "c", "d")
+    job.driver.order("approve", "b")
+    job.save(3)
+    assert "b" not in job.members
+
+
+def test_an_idle_node_that_the_scheduler_takes_away_is_no_spare(story: Any) -> None:
+    job = story()
+    leaving(job, "s")
+    job.finds("degrades", severity="error")
+    assert job.states == {"b": "blocked"}
+    leaving(job)
+    job.save(2)
+    assert job.members == ("a", "s")
 
 
 def test_ranks_are_asked_for_a_checkpoint_and_may_end_after_it(story: Any) -> None:
