@@ -33,6 +33,8 @@ CLOCK_BEHIND_S: Final = 0.5
 GAPS_KEPT: Final = 50
 SETTLED_GAPS: Final = 5
 """Fewer gaps between signs of progress do not tell a pace."""
+SETTLED_STEPS: Final = 10
+"""So many steps tell the pace, however few heartbeats they took."""
 OUTLIER_FACTOR: Final = 12.0
 """A gap that much longer than usual was a pause, not a step ..."""
 RECURS: Final = 3
@@ -137,12 +139,15 @@ class WatchedRank:
     def slow_step_s(self) -> float | None:
         """None of its honest gaps of late was longer; None: too few of them were seen.
 
-        Gaps are seen as often as it is looked at, and leave pauses out; the step clock is exact, and does not.
+        Gaps are seen as often as it is looked at, and leave pauses out; the step clock is exact, and does not. It has
+        seen enough after some steps, though all of them came between a few heartbeats.
         """
-        if len(self.gaps) < SETTLED_GAPS:
-            return None
-        seen_s, clock = slowest(self.gaps), self.sample.clock
-        return min(seen_s, clock.slowest_s) if clock is not None and clock.slowest_s and self.is_clocked else seen_s
+        clock, known = self.sample.clock, []
+        if len(self.gaps) >= SETTLED_GAPS:
+            known.append(slowest(self.gaps))
+        if clock is not None and clock.slowest_s and self.is_clocked and (known or clock.steps > SETTLED_STEPS):
+            known.append(clock.slowest_s)
+        return min(known, default=None)
 
     @property
     def is_clocked(self) -> bool:

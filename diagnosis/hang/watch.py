@@ -17,7 +17,7 @@ import msgspec
 from diagnosis.flight.waits import WaitRing
 from diagnosis.hang import proof
 from diagnosis.hang.proof import unproven
-from diagnosis.hang.ranks import GAPS_KEPT, LEAP_S, SETTLED_GAPS, WatchedRank, slowest
+from diagnosis.hang.ranks import GAPS_KEPT, LEAP_S, SETTLED_GAPS, SETTLED_STEPS, WatchedRank, slowest
 from diagnosis.incident import HangReport
 from diagnosis.signals import Finding, Frozen, RankClock, RankFlight, RankSample, RankStack, rank_names
 
@@ -65,8 +65,6 @@ HOLD_S: Final = 2.6
 CLOCK_STEPS: Final = 50
 EVEN_FACTOR: Final = 4.0
 """After so many steps the step clock gives the pace, if the slowest was at most so much slower than usual."""
-STEPS_TO_SETTLE: Final = 10
-"""So many steps tell the pace, however few heartbeats they took."""
 STOPPED_SUSPECT_S: Final = 1.5
 STOPPED_WAKE_S: Final = 5.6
 """As it is counted; with half a second until it is noticed, about 6 s. A stop of 5 s is nobody's fault."""
@@ -208,7 +206,7 @@ class HangWatch:
     @property
     def _is_settled(self) -> bool:
         steps = 0 if self._step is None or self._first_step is None else self._step - self._first_step
-        return steps >= STEPS_TO_SETTLE or self.pace.settled
+        return steps >= SETTLED_STEPS or self.pace.settled
 
     # ----- what is seen -----
 

@@ -129,6 +129,35 @@ def test_a_clock_that_has_stopped_shortens_nothing() -> None:
         assert not [one for one in watch.tick(now) if isinstance(one, Confirmed)]
 
 
+@pytest.mark.parametrize(
+    ("steps", "slowest_s", "within_s"),
+    [(45, 0.04, (0.24, 0.5)), (45, 0.6, (0.8, 1.1)), (9, 0.04, None)],
+    ids=["quick steps", "one of them was slow", "too few"],
+)
+def test_steps_tell_the_pace_however_few_heartbeats_they_took(
+    steps: int, slowest_s: float, within_s: tuple[float, float] | None
+) -> None:
+    """The device fails in the second second of training: after two heartbeats with progress."""
+    watch, notices = HangWatch(), []
+    watch.start(0.0, 1)
+    for now in (0.5, 1.0, 1.5):
+        clock = RankClock(steps=int(steps * now / 1.5), age_s=0.01, slowest_s=slowest_s)
+        watch.observe(now, [RankSample(rank=0, local_rank=0, pid=1, moved_age_s=0.01, clock=clock)])
+        assert not watch.tick(now)
+    watch.note_findings([device_failed()])
+    for tenths in range(16, 40):
+        now = tenths / 10
+        stands = RankClock(steps=steps, age_s=now - 1.49, slowest_s=slowest_s)
+        watch.observe(now, [RankSample(rank=0, local_rank=0, pid=1, moved_age_s=now - 1.49, clock=stands)])
+        notices += [(now - 1.49, one.report) for one in watch.tick(now) if isinstance(one, Confirmed)]
+    if within_s is None:
+        assert not notices
+        return
+    ((after_s, report),) = notices
+    assert (report.kind, report.early, report.ranks) == ("device", True, (0,))
+    assert within_s[0] <= after_s <= within_s[1]
+
+
 def device_failed() -> Finding:
     return Finding(
         rule="xid",
