@@ -325,6 +325,8 @@ class NodeAgent:
 
         # When it wakes. Monotonic times.
         self._looked_at = self._next_look = self._last_heartbeat = 0.0
+        self._look_reported_at = 0.0
+        """When a heartbeat went with a look last: one for news tells nothing newer of the ranks."""
         self._kernel_read_at = float("-inf")
         """When lines of the kernel log came last, where they come by themselves."""
         self._kernel_timer: asyncio.TimerHandle | None = None
@@ -608,11 +610,13 @@ class NodeAgent:
         apart_s = LOOK_EVERY_CLOSELY_S if self._looks_closely(now) else HEARTBEATS_APART_S
         if now < self._link.watched_until:
             apart_s = min(apart_s, LOOK_EVERY_AWAITING_S / 2)
-        pause_s = apart_s if self._looked_at >= now else HEARTBEAT_EVERY_S
-        if state.wakeup.is_set or now >= self._last_heartbeat + pause_s:
+        looked = self._looked_at >= now
+        due = self._look_reported_at + apart_s if looked else self._last_heartbeat + HEARTBEAT_EVERY_S
+        if state.wakeup.is_set or now >= due:
             state.wakeup.clear()
             self._link.post(self._heartbeat.build())
             self._last_heartbeat = now
+            self._look_reported_at = now if looked else self._look_reported_at
 
 
 class FrontMonitor:

@@ -95,6 +95,19 @@ def test_heartbeats_go_out_for_news_with_looks_and_after_a_while(agent: NodeAgen
     assert len(sent) == 4
 
 
+def test_news_between_two_looks_do_not_hold_up_what_the_second_has_seen(agent: NodeAgent) -> None:
+    """A step that is told a look later makes all steps look that much slower."""
+    sent = heartbeats(agent)
+    for tenths, looks, news in ((0, True, True), (2, False, True), (5, True, False), (6, True, False)):
+        now = 100.0 + tenths / 10
+        agent._looked_at = now if looks else agent._looked_at
+        agent._state.wakeup.clear()
+        if news:
+            agent._state.wakeup.set()
+        agent._report(now)
+    assert len(sent) == 3, "at the start, for news, and with the look after them; not with a look just after that"
+
+
 def test_a_fatal_line_of_the_kernel_is_reported_when_it_comes(agent: NodeAgent) -> None:
     """A packet socket keeps records apart as the device does. A storm of them is not read line by line."""
     kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
