@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from array import array
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -20,10 +21,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
-def hang_if_asked(rank: int) -> None:
-    """The file `rank<r>.hang` in $BENCH_FAULTS puts a rank into a deadlock."""
+def hang_if_asked(rank: int, took_s: "deque[float]") -> None:
+    """The file `rank<r>.hang` in $BENCH_FAULTS puts a rank into a deadlock; it says how long its slowest step took."""
     order = Path(os.environ.get("BENCH_FAULTS", "."), f"rank{rank}.hang")
     if order.exists():
+        os.write(1, f"rank {rank} hangs, its slowest step took {max(took_s, default=0.0):.3f} s\n".encode())
         order.unlink()
         lock = threading.Lock()
         lock.acquire()
@@ -57,8 +59,10 @@ def main() -> None:
         sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # there is another `recovery`
         from recovery import snapshot
     ballast = torch.ones(args.snapshot_mib << 18)
+    took_s: deque[float] = deque(maxlen=50)
+    began = time.monotonic()
     while step < args.steps:
-        hang_if_asked(rank)
+        hang_if_asked(rank, took_s)
         inputs = torch.randn(32, 64, generator=torch.Generator().manual_seed(step * dist.get_world_size() + rank))
         ddp(inputs).square().mean().backward()
         optimizer.step()
@@ -67,6 +71,8 @@ def main() -> None:
         step += 1
         if rank == 0:
             print(f"step {step}/{args.steps}", flush=True)
+        took_s.append(time.monotonic() - began)
+        began = time.monotonic()
         if args.snapshot_every and step % args.snapshot_every == 0:
             snapshot.save({"model": model.state_dict(), "ballast": ballast, "step": step}, step)
         if rank == 0 and step % args.save_every == 0:
