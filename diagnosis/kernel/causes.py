@@ -12,6 +12,10 @@ from diagnosis.taxonomy import FailureClass
 
 REPEAT_GAP_S: Final = 180.0
 """The same again after less than this is the same burst (NVSentinel's burst gap)."""
+PROCESS_GAP_S: Final = 5.0
+"""Of another process so much later it is news: a rank that was started again on a device that is still bad."""
+TOLD_AGAIN_S: Final = 60.0
+"""A fatal one that comes again is told at most so often, however many there are."""
 HISTORY_S: Final = 86400.0
 STORM: Final = 4
 STORM_S: Final = 60.0
@@ -77,11 +81,11 @@ _FOLLOWS: Final = (
 
 
 class _Cause:
-    __slots__ = ("alike", "count", "event", "finding", "first_at", "last_at", "names")
+    __slots__ = ("alike", "count", "event", "finding", "first_at", "last_at", "names", "told_at")
 
     def __init__(self, event: KernelEvent, finding: Finding, at: float) -> None:
         self.event, self.finding = event, finding
-        self.first_at = self.last_at = at
+        self.first_at = self.last_at = self.told_at = at
         self.count = self.alike = 1
         self.names = {event.kind, event.rule}
 
@@ -105,9 +109,9 @@ class Causes:
             )
         key = _key(event)
         cause = self._causes.get(key)
-        if cause is not None and abs(at - cause.last_at) <= REPEAT_GAP_S and not _worse(event, cause.event):
+        if cause is not None and _is_same_burst(event, cause, at):
             cause.alike += 1  # not what only comes with it
-            return self._again(cause, at)
+            return self._again(cause, at) or self._still(cause, event, at, source)
         leader = self._leader(event, at)
         if leader is not None:
             leader.alike += event.rule == "edac_corrected"  # which module it was, of an error already told
@@ -123,7 +127,17 @@ class Causes:
             cause.finding = msgspec.structs.replace(cause.finding, severity="error", confidence=STORM_CONFIDENCE)
         elif cause.count < cause.finding.count * 10:
             return None
+        cause.told_at = at
         cause.finding = msgspec.structs.replace(cause.finding, count=cause.count)
+        return cause.finding
+
+    def _still(self, cause: _Cause, event: KernelEvent, at: float, source: str) -> Finding | None:
+        """A fatal one a while after it was told: its rank may have trained on until now."""
+        if cause.finding.severity != "fatal" or abs(at - cause.told_at) < TOLD_AGAIN_S:
+            return None
+        cause.told_at = at
+        evidence = finding_of(event, at, source).evidence
+        cause.finding = msgspec.structs.replace(cause.finding, evidence=evidence, at=at, count=cause.count)
         return cause.finding
 
     def _has_bad_link(self, device: str, at: float) -> bool:
@@ -205,6 +219,15 @@ class Causes:
             rule == event.rule and device != event.device and any(at - burst[0] <= HISTORY_S for burst in bursts)
             for (rule, device), bursts in self._bursts.items()
         )
+
+
+def _is_same_burst(event: KernelEvent, cause: _Cause, at: float) -> bool:
+    apart_s = abs(at - cause.last_at)
+    if apart_s > REPEAT_GAP_S or _worse(event, cause.event):
+        return False
+    serious = event.severity in ("fatal", "error") and not event.consequence
+    others = event.pid is not None and cause.event.pid is not None and event.pid != cause.event.pid
+    return not (serious and others and apart_s >= PROCESS_GAP_S)
 
 
 def _is_storm(cause: _Cause) -> bool:

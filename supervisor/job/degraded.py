@@ -154,7 +154,7 @@ class Degraded:
         if finding.scope == "gpu" and finding.rank is None:
             return  # no rank uses it, as far as is known
         key = (node, finding.gpu or finding.fields.get("device", ""), finding.failure_class)
-        if key in self._failed_devices or len(self._failed_devices) >= DEVICES_KEPT:
+        if not self._is_news(key, finding) or len(self._failed_devices) >= DEVICES_KEPT:
             return
         self._failed_devices[key] = finding
         if finding.outlook == "fails" and core.state == "RUNNING":
@@ -162,6 +162,17 @@ class Degraded:
             yield from self.device_due()
         elif "device" not in core.timers:
             yield Timer("device", core.now + DEVICE_WAIT_S)
+
+    def _is_news(self, key: tuple[str, str, FailureClass], finding: Finding) -> bool:
+        """Its first failure; or one more, after which its ranks may make no further step, once they have trained on."""
+        if key not in self._failed_devices:
+            return True
+        reported = key in list(self._failed_devices)[: self._devices_reported]
+        if not reported or finding.outlook != "fails" or self._incidents.early is not None:
+            return False
+        del self._failed_devices[key]
+        self._devices_reported -= 1
+        return True
 
     def device_due(self) -> Wants:
         """All devices that failed within moments are one incident; a storm of failures cordons no node."""

@@ -87,6 +87,27 @@ def test_after_a_quiet_time_it_is_news_again():
     assert len(told(line, line, line, step=200.0)) == 3
 
 
+def test_a_fatal_one_that_comes_again_is_told_once_a_minute():
+    """Its rank has trained on; now it may hang. A storm is no more than one a minute."""
+    first, again = told(xid(79), xid(79), step=80.0)
+    assert (first.count, again.count, again.at, again.evidence.at) == (1, 2, 1080.0, 1080.0)
+    assert (again.outlook, again.gpu) == ("fails", "0000:c1:00")
+    assert len(told(xid(79), xid(79), step=30.0)) == 1
+    counts = [finding.count for finding in told(*[xid(79)] * 300, step=1.0)]
+    assert counts == [1, 10, 70, 130, 190, 250]
+    assert len(told(xid(79), xid(45), xid(45), xid(45), step=50.0)) == 1, "what only comes with it"
+
+
+@pytest.mark.parametrize("code", [48, 31])
+def test_the_same_of_another_process_is_news(code):
+    """A rank was started again on a GPU that is still bad. Processes that end together are one burst."""
+    lines = xid(code, pid=77), xid(code, pid=99)
+    first, second = told(*lines, step=20.0)
+    assert (first.fields["pid"], second.fields["pid"], second.count) == ("77", "99", 1)
+    assert len(told(*lines, step=1.0)) == 1
+    assert len(told(lines[0], lines[0], step=20.0)) == 1
+
+
 def test_worse_is_always_news():
     assert rules("EDAC MC0: 1 CE memory read error", "EDAC MC0: 1 UE memory read error") == [
         "edac_corrected",

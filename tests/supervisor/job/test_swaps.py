@@ -189,6 +189,25 @@ def test_a_stopped_rank_that_sigcont_wakes_does_not_hide_its_failed_device(story
     assert job.states == {"b": "planned"}
 
 
+def test_a_device_that_fails_again_may_end_its_ranks_this_time(story: Any) -> None:
+    """It is the same incident, whose ranks had trained on; evidence is collected anew, and one slow step decides."""
+    job = story(swap_mode="recommend")
+    job.step(10)
+    job.finds("fails")
+    job.finds("fails")
+    job.step(14)
+    (record,) = job.job.incidents.log.records
+    assert (record.early, record.further_failures) == (False, 0), "of a moment they are one"
+    asked = job.job.nodes.request_number
+    job.driver.now += 80.0
+    job.finds("fails")
+    assert (record.early, record.further_failures) == (True, 1)
+    assert job.job.nodes.request_number > asked
+    job.driver.tell(m.HangConfirmed, attempt=1, report=STRUCK, after=0.7)
+    assert (job.driver.state, job.members) == ("STARTING", ("a", "s"))
+    assert job.incidents == ["hang"]
+
+
 def test_a_script_that_shows_no_steps_trains_on_when_it_saves(story: Any) -> None:
     job = story(step=None)
     job.finds("fails")
