@@ -14,8 +14,8 @@ REPEAT_GAP_S: Final = 180.0
 """The same again after less than this is the same burst (NVSentinel's burst gap)."""
 PROCESS_GAP_S: Final = 5.0
 """Of another process so much later it is news: a rank that was started again on a device that is still bad."""
-TOLD_AGAIN_S: Final = 60.0
-"""A fatal one that comes again is told at most so often, however many there are."""
+REPORT_AGAIN_S: Final = 60.0
+"""A fatal one that comes again is reported at most so often, however many there are."""
 HISTORY_S: Final = 86400.0
 STORM: Final = 4
 STORM_S: Final = 60.0
@@ -81,11 +81,11 @@ _FOLLOWS: Final = (
 
 
 class _Cause:
-    __slots__ = ("alike", "count", "event", "finding", "first_at", "last_at", "names", "told_at")
+    __slots__ = ("alike", "count", "event", "finding", "first_at", "last_at", "names", "reported_at")
 
     def __init__(self, event: KernelEvent, finding: Finding, at: float) -> None:
         self.event, self.finding = event, finding
-        self.first_at = self.last_at = self.told_at = at
+        self.first_at = self.last_at = self.reported_at = at
         self.count = self.alike = 1
         self.names = {event.kind, event.rule}
 
@@ -127,15 +127,15 @@ class Causes:
             cause.finding = msgspec.structs.replace(cause.finding, severity="error", confidence=STORM_CONFIDENCE)
         elif cause.count < cause.finding.count * 10:
             return None
-        cause.told_at = at
+        cause.reported_at = at
         cause.finding = msgspec.structs.replace(cause.finding, count=cause.count)
         return cause.finding
 
     def _still(self, cause: _Cause, event: KernelEvent, at: float, source: str) -> Finding | None:
         """A fatal one a while after it was told: its rank may have trained on until now."""
-        if cause.finding.severity != "fatal" or abs(at - cause.told_at) < TOLD_AGAIN_S:
+        if cause.finding.severity != "fatal" or abs(at - cause.reported_at) < REPORT_AGAIN_S:
             return None
-        cause.told_at = at
+        cause.reported_at = at
         evidence = finding_of(event, at, source).evidence
         cause.finding = msgspec.structs.replace(cause.finding, evidence=evidence, at=at, count=cause.count)
         return cause.finding
