@@ -63,14 +63,25 @@ def _table() -> _Table:
     return _Table(names, words["trouble"], words["subject"], cells, drained)
 
 
+_COUNT_OF_NONE: Final = re.compile(
+    r"\b(?!\S{0,60}(?:Error|Exception)\b)[A-Za-z][\w /()-]{2,60}?"
+    r"(?:\s?[:=]\s{0,4}|(?<=lost )|(?<=failed )|(?<=killed ))0(?=\s*(?:[,;|)\]]|$))"
+)
+
+
+def without_zeros(text: str) -> str:
+    """The text without counts of nothing (`workers killed by user: 0`)."""
+    return _COUNT_OF_NONE.sub("", text)
+
+
 def named(text: str) -> FailureClass | None:
     """The class that a name with a fixed meaning tells."""
-    return next((one for one, regex in _table().names if regex.search(text[:MAX_TEXT])), None)
+    return next((one for one, regex in _table().names if regex.search(without_zeros(text[:MAX_TEXT]))), None)
 
 
 def readings(text: str) -> list[Complaint]:
     """What a line may be about, the most telling first; empty if it does not complain."""
-    text, table = text[:MAX_TEXT], _table()
+    text, table = without_zeros(text[:MAX_TEXT]), _table()
     row = _DRAINED.match(text)
     if row is not None:
         of_row = [one for one, regex in table.drained if regex.search(row["reason"])]

@@ -413,7 +413,7 @@ _NO_DOUBT: Final = re.compile(
     r"\b(?:retry\w*|ignor\w+|skip\w*|fall(?:ing)? ?back|deprecat\w+|warn\w*|accuracy|loss|perplexity)\b"
     r"|\b(?:errors?|fail(?:ed|ures?)?|corrected|uncorrectable|invalid)\w{0,12}(?: \w{1,12}){0,2}"
     r"\s{0,40}[=:]\s{0,2}(?:0|none|false|null|no)\b"
-    r"|\bINFO\b|\bDEBUG\b|\bbusbw\b|NOT been destroyed"
+    r"|\bINFO\b|\bDEBUG\b|^I \w[\w/.-]{3,200}:\d{1,6}\] |\bbusbw\b|NOT been destroyed"
     r"|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback|analysis)"
     r"|\b(?:failed|error)[,;] (?:using|trying)\b",
     re.IGNORECASE,
@@ -428,6 +428,7 @@ def _sounds(text: str, *words: re.Pattern[str]) -> bool:
     """A word of trouble that is not said to be absent."""
     if _NO_DOUBT.search(text) is not None:
         return False
+    text = complaints.without_zeros(text)
     told = (match.start() for one in words for match in one.finditer(text))
     return any(_NEGATED.search(text[:start]) is None for start in told)
 
@@ -439,7 +440,11 @@ def trouble(lines: Sequence[str], *, of_kernel: bool = False) -> int | None:
     """
     words = (_DOUBT,) if of_kernel else (_DOUBT, _STOPPED)
     said = (split_prefix(line[:1000])[1] for line in lines)
-    return next((at for at, text in enumerate(said) if _sounds(text, *words)), None)
+    is_noise = rules.default().is_noise
+    return next(
+        (at for at, text in enumerate(said) if _sounds(text, *words) and not is_noise(text.encode(errors="replace"))),
+        None,
+    )
 
 
 def complains(line: str) -> bool:
@@ -506,7 +511,7 @@ _INTERRUPTED: Final = re.compile(
     r"|\b(?:interrupt(?:ed)?|abort(?:ed)?|cancell?ed|stopped|killed|terminated|halted|ended)\b.{0,20}"
     r"\bby (?:(?:the |an )?(?:user|operator|person|admin\w*|hand)|SIG(?:TERM|INT|HUP))\b"
     r"|\b(?:user|manual)(?:ly)?[- ](?:interrupt|abort|cancel|stop)\w*"
-    r"|\binterrupted (?:manually|from)\b|\binterrupt (?:was |is )?(?:received|caught|detected|signal)\b"
+    r"|\binterrupted (?:manually|from(?! compil))\b|\binterrupt (?:was |is )?(?:received|caught|detected|signal)\b"
     r"|\b(?:got|caught|received|on) (?:an? )?interrupt\b"
     r"|^(?:\S{1,40}[:\]] ?)?interrupted\b[.!, ]{0,2}(?:exiting|stopping|saving|leaving|shutting|cleaning|$)"
     r"|\b(?:run|study|training|trial|search|sweep|tuning|job|session)\b (?:was |is |has been )?interrupted\b",
@@ -543,7 +548,8 @@ def _complaint(text: str, is_last: bool) -> tuple[int, complaints.Complaint] | N
     if is_last and _was_interrupted(text):
         return 1, complaints.Complaint(C.PREEMPTED_OR_CANCELLED, complaints.BY_NAME)
     gives_up = _GIVES_UP.search(text) is not None
-    if not text or (rules.is_mere_warning(text.encode(errors="replace")) and not gives_up):
+    line = text.encode(errors="replace")
+    if not text or rules.default().is_noise(line) or (rules.is_mere_warning(line) and not gives_up):
         return None
     found = complaints.readings(text)
     marked = _MARK.search(text[:300]) is not None or _LEVEL.search(text) is not None

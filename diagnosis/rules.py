@@ -212,6 +212,10 @@ class Rules:
                         how = "does not match" if wanted else "matches"
                         raise ValueError(f"rule.{name}: `{key}`: it {how} {clean_text(line, 120)!r}")
 
+    def is_noise(self, line: bytes) -> bool:
+        """The line means nothing, whatever words are in it."""
+        return self._noise.search(line) is not None
+
     def scan(self, data: bytes, source: str = "output") -> Iterator[RuleMatch]:
         """Matches in a block of whole lines, in order, at most one for each rule and line. Never raises."""
         lowered = data.lower()

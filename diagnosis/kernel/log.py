@@ -608,8 +608,10 @@ def _with_groups(event: KernelEvent, match: re.Match[str], keep: bool = False) -
     fields = {key: clean_text(value.strip(), 120) for key, value in groups.items()}
     pid = int(fields["pid"]) if fields.get("pid", "").isdigit() else None
     severity = _WORDS.get(said, event.severity)
+    of_bus = fields.get("section", "").startswith("PCIe")  # firmware reports errors of the bus in the same form
     return msgspec.structs.replace(
         event,
+        failure_class=FailureClass.PCIE_ERROR if of_bus else event.failure_class,
         device=event.device or device if keep else device or event.device,
         pid=event.pid if pid is None else pid,
         severity=severity,

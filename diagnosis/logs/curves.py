@@ -229,6 +229,10 @@ LEAP: Final = 0.4
 """and this share of their level."""
 TO_STAY: Final = 5
 """This many values in a row do not pass."""
+SETTLED: Final = 3
+"""So many reports with numbers come after the search for a scale."""
+OFTEN: Final = 5
+"""A loss of which one report in so many is no number is a failure, though numbers came back."""
 FLOOR_SCALE: Final = 1.0
 """A scale at or below this is at its floor: a dynamic scale above it can still fall."""
 SUNK_SCALE: Final = 1e-3
@@ -244,6 +248,9 @@ def anomalies(curves: Iterable[Curve]) -> tuple[Anomaly, ...]:
     """The anomalies, the surest failure first."""
     found: list[Anomaly] = []
     known = tuple(curves)
+    unscaled = {
+        one.rank for one in known if one.name == "loss_scale" and all(point.value == 1.0 for point in one.points)
+    }
     zero = {
         (curve.rank, point.line) for curve in known if curve.name == "loss" for point in curve.points if not point.value
     }
@@ -254,7 +261,7 @@ def anomalies(curves: Iterable[Curve]) -> tuple[Anomaly, ...]:
         elif curve.name == "eval_loss":
             found += _not_finite(curve, points)
         elif curve.name == "grad_norm":
-            found += _zeroed(curve, points, zero) or _not_finite(curve, points)
+            found += _zeroed(curve, points, zero) or _not_finite(curve, points, unscaled=curve.rank in unscaled)
         elif curve.name == "loss_scale":
             found += _of_scale(curve, points)
         elif curve.name == "overflow_scale":
@@ -285,8 +292,8 @@ def _of_loss(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
     return broken + _leaps(curve, finite)
 
 
-def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
-    """The first value that is no number, and whether numbers came back."""
+def _not_finite(curve: Curve, points: Sequence[Point], *, unscaled: bool = False) -> list[Anomaly]:
+    """The first value that is no number, and whether numbers came back. `unscaled`: no loss scaler skips such steps."""
     bad = [index for index, point in enumerate(points) if not math.isfinite(point.value)]
     if not bad:
         return []
@@ -300,10 +307,23 @@ def _not_finite(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:
         start = points[len(points) - run]
         why = f"{name} is {word} from {_place(start)} on ({run} values in a row, to the end)"
         return [_anomaly(kind, curve, start, why, CERTAIN if curve.name == "loss" else LASTING)]
-    if run and curve.name == "loss":
-        return [_anomaly(kind, curve, first, f"the last {name} is {word} ({_place(first)})", LASTING)]
+    # A loss scaler that looks for its scale skips the first steps, and later one at a time.
+    apart = run > 1 and len(points) - run >= SETTLED and _are_apart(*points[-2:])
+    if run:
+        lasts = curve.name == "loss" or unscaled or apart
+        return [
+            _anomaly(
+                kind, curve, first, f"{name} is {word} at the end ({_place(first)})", LASTING if lasts else PASSING
+            )
+        ]
     why = f"{name} was {word} at {_place(first)}, and {len(bad)} times in all; numbers came back"
-    return [_anomaly(kind, curve, first, why, PASSING)]
+    often = curve.name == "loss" and bad[-1] > 0 and OFTEN * len(bad) >= len(points)
+    return [_anomaly(kind, curve, first, why, LASTING if often else PASSING)]
+
+
+def _are_apart(one: Point, other: Point) -> bool:
+    """Steps lie between two reports, as far as is known."""
+    return one.step is None or other.step is None or other.step - one.step >= TO_STAY
 
 
 def _of_scale(curve: Curve, points: Sequence[Point]) -> list[Anomaly]:

@@ -33,7 +33,9 @@ _COUNTER: Final = re.compile(
 )
 BAR: Final = re.compile(rb"\|\s{0,3}(\d{1,12})/(\d{1,12}|\?)\s\[([^\]\r\n]{0,300})\]")
 _PAIR: Final = re.compile(rb"\[\s{0,8}(\d{1,12})/(\d{1,12})(?:\s\([^)]{0,8}\))?\]")
-EPOCH: Final = re.compile(rb"epoch['\"]?\s{0,2}[:=]?\s{0,2}[\[(]?\s{0,3}(\d{1,6})(?![\d.])(?:\s?/\s?(\d{1,6}))?")
+EPOCH: Final = re.compile(
+    rb"epoch(?:\(train\))?['\"]?\s{0,2}[:=]?\s{0,2}[\[(]?\s{0,3}(\d{1,6})(?![\d.])(?:\s?/\s?(\d{1,6}))?"
+)
 _WORD_BEFORE: Final = re.compile(rb"([a-z]{2,20})[_ \-]$")
 _PATH_BEFORE: Final = re.compile(
     rb"(?:(?:^|[\s'\"`([{<,;:=])(?:~|\.{1,2})?/|(?:ckpt|checkpoint)[^\s/]{0,40}/)[^\s'\"]{0,150}$"

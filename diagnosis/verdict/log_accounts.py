@@ -155,7 +155,10 @@ def _node(one: RuleMatch | LoggedTraceback, log: LogSummary) -> str:
         named = one.fields.get("node") or (one.fields.get("host", "") if one.scope == "node" else "")
         drained = _DRAINED.search(one.text) if not named and one.scope in ("node", "gpu") else None
         named = drained["node"] if drained is not None else named
-        nccl = _OF_NCCL.search(one.text[:200]) if not (named or one.node or log.node) else None
+        # Who says that the wire or the set-up failed is not the one that failed.
+        of_wire = one.failure_class is FailureClass.NCCL_NETWORK and "ocket" in one.text
+        speaks = of_wire or one.failure_class is FailureClass.NCCL_SETUP
+        nccl = _OF_NCCL.search(one.text[:200]) if not (speaks or named or one.node or log.node) else None
         named = nccl[1] if nccl is not None else named
     return named or one.node or log.node
 
@@ -349,7 +352,8 @@ _TRAINS: Final = re.compile(
     r"\b\w{0,20}loss\w{0,20}['\"]?\s{0,3}[:=]\s{0,3}-?\d|\b(?:it/s|s/it)\b"
     r"|\b(?:step|iter|iteration|epoch)\b.{0,3}\s?\d.{0,200}\bloss\b"
     r"|\d ?(?:samples|images|imgs|examples|tokens|sequences|words|(?:src |tgt )?tok)/s(?:ec)?\b"
-    r"|\bAttempted loss scale: \d|(?:\b|_)(?:step|iter|iteration|batch)[_ ]time['\"]?\s{0,3}[:=]\s{0,3}\d"
+    r"|\b(?:Attempted loss scale:|setting loss scale to:?) \d"
+    r"|(?:\b|_)(?:step|iter|iteration|batch)[_ ]time['\"]?\s{0,3}[:=]\s{0,3}\d"
     r"|\bloss(?: is)?\s{1,4}\d{1,6}\.\d|\"key\": \"(?:block|epoch|eval)_(?:start|accuracy)\"|\bGflop/s\)"
     r"|^(?!.{0,200}(?:[Dd]ownload|[Uu]pload|[Ee]xtract|[Ff]etch)).{0,200}\d{1,3}%\|[^|]{0,120}\| ?\d+/\d+ \[",
     re.IGNORECASE,
@@ -736,7 +740,7 @@ def _as_its_traceback(one: Statement, tracebacks: Sequence[Statement]) -> Statem
 
 _PORT_UP: Final = re.compile(
     r"^\s{0,12}(?:Port)?State:?\s{0,4}[:.]{0,40}\s{0,3}(?:4: )?Active\b|^link \S{1,40} (?:.{0,80} )?state ACTIVE\b"
-    r"|Link detected: yes",
+    r"|\bPORT_ACTIVE\b|Link detected: yes",
     re.IGNORECASE,
 )
 _OF_LISTINGS: Final = ("port_down", "link_down_in_a_listing")

@@ -216,7 +216,9 @@ _OF_STACK: Final = re.compile(
 
 
 def _is_mostly_stacks(head: bytes) -> bool:
-    """A log that quotes stacks is a log."""
+    """A log that quotes stacks is a log. What Python writes before it dies is no picture of a process that runs."""
+    if b"Fatal Python error: " in head:
+        return False
     lines = [line for line in head.split(b"\n")[:400] if line.strip()]
     return sum(_OF_STACK.match(line[:500]) is not None for line in lines) >= 0.8 * max(len(lines), 1)
 

@@ -46,7 +46,7 @@ def test_only_what_comes_after_the_last_progress_counts():
     log = LogSummary(source="a.log", lines=9, tail=("x", line))
     verdict = triage.conclude(of_logs(LogEvidence(logs=(log,))))
     assert verdict.failure_class is FailureClass.PERMISSION_OR_AUTH
-    assert verdict.confidence < 0.6
+    assert verdict.confidence < 0.8
     assert verdict.evidence[0].line == 9
     healthy = LogSummary(source="a.log", lines=9, tail=(line, "x"), progress_line=9)
     assert triage.conclude(of_logs(LogEvidence(logs=(healthy,)))).failure_class is FailureClass.NONE
