@@ -415,7 +415,8 @@ _NO_DOUBT: Final = re.compile(
     r"\s{0,40}[=:]\s{0,2}(?:0|none|false|null|no)\b"
     r"|\bINFO\b|\bDEBUG\b|^I \w[\w/.-]{3,200}:\d{1,6}\] |\bbusbw\b|NOT been destroyed"
     r"|fail[- ]?(?:over|fast|safe)|error[_ ](?:rate|bars?|handl\w+|feedback|analysis)"
-    r"|\b(?:failed|error)[,;] (?:using|trying)\b",
+    r"|\b(?:failed|error)[,;] (?:using|trying)\b"
+    r"|\s:\s(?:n/?a|none|no|not active|not supported|0|[\d.]{1,12} ?(?:w|c|mhz|[kmg]i?b(?:/s)?|%|x))\s*$",
     re.IGNORECASE,
 )
 

@@ -625,7 +625,7 @@ def _number(digits: bytes | None) -> int | None:
 
 WORDS: Final = tuple(
     b"step iter it/s s/it epoch loss train exiting finish complet done wandb exits run_stop runandtime result, final"
-    b" code early".split()
+    b" code early terminat exit_status".split()
 )
 """Every line that may show progress contains one of these words (in lower case)."""
 _FINISHED: Final = re.compile(
@@ -645,6 +645,7 @@ _FINISHED: Final = re.compile(
     rb"|\breached (?:the )?max(?:imum)?[ _](?:epochs?|steps?|iters?|iterations?)\b.{0,20}\bstopp(?:ed|ing)\b"
     rb"|^\[\d{1,4}\](?:\s{0,3}[+-]\s{1,4}|\s{2,6})(?:\d{1,9} )?done(?:\s*$|\s\s)"
     rb"|\btraining successfully\b|wandb: (?:run summary|synced)|\bprocess \d+ exits successfully"
+    rb"|\bnormal termination \(return value 0\)|^\s{0,8}exit_status ?= ?0\s*$|^successfully completed\.\s*$"
     rb"|\"run_stop\"|^RUNANDTIME_STOP\b|^RESULT,\w"
     rb"|\b(?:saved|saving|wrote) (?:the )?final (?:model|checkpoint|weights)\b"
     rb"|\bfinal (?:model|checkpoint|weights) (?:was |is |has been )?(?:saved|written)\b"

@@ -249,9 +249,10 @@ def log_findings(log: LogSummary) -> list[LogFinding]:
     newest = max((event.uptime for event in log.events if event.uptime is not None), default=0.0)
     serious = (event.at for event in log.events if event.severity in ("fatal", "error") and not event.consequence)
     newest_at = max((at for at in serious if at is not None), default=0.0)
+    crashes = _are_crashes_alone(log)
     for event in log.events:
         at = next((one for one in (event.at, event.uptime) if one is not None), 0.0)
-        finding = None if is_elsewhere(event) else causes.note(event, at)
+        finding = None if is_elsewhere(event) and not crashes else causes.note(event, at)
         if finding is not None:
             line = lines.setdefault(finding.evidence.text, event.line)
             found.append(_judged(_Message(event, _placed(finding, log, line, event.at), log, newest, newest_at)))
@@ -259,6 +260,13 @@ def log_findings(log: LogSummary) -> list[LogFinding]:
         of_rules = (_of_log(match, log) for match in log.matches)
         found += [LogFinding(one, survives(log, one), has_recovered(one, log)) for one in of_rules]
     return found
+
+
+def _are_crashes_alone(log: LogSummary) -> bool:
+    """Nothing but crashes of processes: somebody picked them out, whatever the processes are called."""
+    said = [text for text in log.tail if text.strip() and " Code: " not in text]
+    lines = {event.line for event in log.events if event.kind == "segfault"}
+    return log.lines == len(log.tail) and 0 < len(said) == len(lines)
 
 
 def _judged(seen: _Message) -> LogFinding:

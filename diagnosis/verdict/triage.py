@@ -56,7 +56,12 @@ _GOOD: Final = re.compile(
     re.IGNORECASE,
 )
 """Lines of reports and starts in which all is well, and torch's notice at a regular exit."""
-_REPORTS: Final = re.compile(r"\b(?:NVIDIA-SMI|HL-SMI|npu-smi|xpu-smi)\b|\balgbw +busbw\b|\bROCm System Management\b")
+_REPORTS: Final = re.compile(
+    r"\b(?:NVIDIA-SMI|NVSMI LOG|AMD-SMI|HL-SMI|npu-smi|xpu-smi)\b|\balgbw +busbw\b|\bROCm System Management\b"
+)
+_CELL: Final = re.compile(r"^\s{2,40}[A-Z][\w ()/.-]{1,50}\s{2,40}: \S")
+LEAST_CELLS: Final = 20
+"""A listing of a device's properties, one in a line: so many lines, most of them of this form."""
 _STATES: Final = {name: re.compile("|".join(rows)) for name, rows in load("diagnosis", "states.toml").items()}
 _ENDS: Final = {
     "finished": ": the work was completed",
@@ -249,6 +254,8 @@ def _of_a_boot(lines: Sequence[str]) -> list[int]:
 def _are_all_well(logs: Sequence[LogSummary]) -> bool:
     """Reports and starts that say that something is good, and of which no line sounds of trouble."""
     lines = [line for log in logs for line in log.tail]
+    if len(lines) >= LEAST_CELLS and sum(map(bool, map(_CELL.search, lines))) > len(lines) / 2:
+        return True
     if any(map(_REPORTS.search, lines)) or any(map(_GOOD.search, lines)):
         return True
     return any(map(_STATES["good"].search, lines)) and not any(map(_STATES["doubtful"].search, lines))
