@@ -263,10 +263,11 @@ def log_findings(log: LogSummary) -> list[LogFinding]:
 
 
 def _are_crashes_alone(log: LogSummary) -> bool:
-    """Nothing but crashes of processes: somebody picked them out, whatever the processes are called."""
+    """Nothing but crashes of one program, again and again: somebody picked them out, whatever it is called."""
     said = [text for text in log.tail if text.strip() and " Code: " not in text]
-    lines = {event.line for event in log.events if event.kind == "segfault"}
-    return log.lines == len(log.tail) and 0 < len(said) == len(lines)
+    crashed = [event for event in log.events if event.kind == "segfault"]
+    of_one = len({event.fields.get("process", "") for event in crashed}) == 1 < len(crashed)
+    return of_one and log.lines == len(log.tail) and len(said) == len({event.line for event in crashed})
 
 
 def _judged(seen: _Message) -> LogFinding:
