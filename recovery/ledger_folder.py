@@ -50,7 +50,7 @@ ENTRIES_READ: Final = 1_000_000
 COMPACT_FILES, COMPACT_BYTES = 8, 4 << 20
 """From so many own files, or so many bytes in several, they are put together."""
 PROBLEMS_KEPT: Final = 20
-TRIES: Final = 3
+TRIES: Final = 10
 _NAME: Final = re.compile(r"(\d{9,11})-([A-Za-z0-9._-]{1,120})\.jsonl")
 _PART: Final = ".part-"
 
